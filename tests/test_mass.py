@@ -261,6 +261,12 @@ def slow_binary(x: float) -> float:
     return -x * math.log(x) - (1 - x) * math.log(1 - x)
 
 
+@pytest.mark.parametrize("x", [0.5, 0.75, 1.0])
+def test_bound_does_not_fall_again_above_one_minus_one_over_n(x: float) -> None:
+    """With two keys h(x) returns to 0 at x = 1, where the information may still change by all of log 2."""
+    assert float(mass.information_bound(x, 2, 9)) == pytest.approx(math.log(2))
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
 def test_information_bound_keeps_the_shape(shape: tuple[int, ...]) -> None:
     bound = mass.information_bound(torch.full(shape, 0.01), 50, 20)
@@ -441,6 +447,19 @@ def test_shared_loss_can_come_close_to_the_bound() -> None:
     before, after = mass.attention_weights(q, k, 1.0)[0, 0], mass.attention_weights(-q, k, 1.0)[0, 0]
     lost = after.max() - after[before.argmax()]
     assert lost.item() == pytest.approx(mass.shared_loss_bound((after - before).abs().sum()).item(), rel=0.05)
+
+
+def test_compromise_of_a_kv_head_is_lost_even_when_the_query_stands_still() -> None:
+    """Two query heads want different keys, one is read: the other loses its anchor gap, with no change at all."""
+    k = torch.tensor([[[[1.0], [-1.0]]]]).double()
+    weights = mass.attention_weights(torch.tensor([[[2.0], [-1.0]]]).double(), k, 1.0)
+    shared = torch.tensor([[[0]]])  # the first head is the surer one
+    lost = weights.amax(-1) - mass.retained_mass(weights, shared)
+    gap = lost  # here the middle is everything and today is the anchor
+    bound = mass.shared_loss_bound(torch.zeros(1, 2), anchor_gap=gap)
+    assert lost[0, 0] == 0.0
+    assert lost[0, 1] > 0.5
+    assert (lost <= bound).all()
 
 
 # ---- audit interval ------------------------------------------------------------------------------------------------
