@@ -423,6 +423,10 @@ def test_shared_set_loses_at_most_its_bound(b: Block) -> None:
     today = range(b.sink, len(b.k) - b.local)
     lost, bounds = loss_and_bounds(b, chosen, 0, best(b.k @ b.q1[0], today, b.critical))
     assert all(lost <= bound + SLACK for bound in bounds)
+    if b.middle:  # the remark after proposition 6: tanh(L) in place of the L1 change
+        keys = t(b.k[None, None, list(b.middle)])
+        distance = mass.lipschitz_bound(t(b.q0[None]), t(b.q1[None]), mass.vector_radius(keys), 1.0)
+        assert lost <= slow_softmax(b.k @ b.q1[0])[list(b.middle)].sum() * math.tanh(float(distance)) + SLACK
     if np.array_equal(b.q0, b.q1):
         assert lost <= SLACK  # the same query loses nothing, however many keys were appended
 
@@ -441,12 +445,15 @@ def test_shared_set_of_a_kv_head_loses_at_most_its_bound(b: Block) -> None:
         assert all(lost <= bound + SLACK for bound in bounds)
 
 
-def test_shared_loss_can_come_close_to_the_bound() -> None:
-    """Two keys that change places: loss tanh(x), change 2 tanh(x): the bound is off by a factor two, not by more."""
-    k, q = torch.tensor([[[[1.0], [-1.0]]]]).double(), torch.tensor([[[2.0]]]).double()
-    before, after = mass.attention_weights(q, k, 1.0)[0, 0], mass.attention_weights(-q, k, 1.0)[0, 0]
-    lost = after.max() - after[before.argmax()]
-    assert lost.item() == pytest.approx(mass.shared_loss_bound((after - before).abs().sum()).item(), rel=0.05)
+def test_tanh_form_of_the_shared_loss_is_attained() -> None:
+    """The anchor scores two keys alike and keeps one, the next query wants the other: loss tanh(x), L = x."""
+    k, q0, q1 = torch.tensor([[[[1.0], [-1.0]]]]).double(), torch.zeros(1, 1, 1).double(), -torch.ones(1, 1, 1).double()
+    after = mass.attention_weights(q1, k, 1.0)[0, 0]
+    lost = after.max() - after[0]
+    distance = mass.lipschitz_bound(q0, q1, mass.vector_radius(k), 1.0)
+    change = mass.attention_change_bound(q0, q1, mass.vector_radius(k), 1.0)
+    assert lost.item() == pytest.approx(math.tanh(distance.item()), rel=1e-12)
+    assert lost.item() < mass.shared_loss_bound(change).item() < distance.item()
 
 
 def test_compromise_of_a_kv_head_is_lost_even_when_the_query_stands_still() -> None:
