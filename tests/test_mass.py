@@ -108,6 +108,7 @@ def slow_bound(x: float, n: int, steps: int) -> float:
 # ---- weights and mass ----------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(cases())
 def test_weights_and_masses_equal_slow_references(c: Case) -> None:
     full = slow_weights(c)
@@ -128,6 +129,7 @@ def test_weights_and_masses_equal_slow_references(c: Case) -> None:
     np.testing.assert_allclose(np.where(usable, truncated, 0), np.where(usable, reference, 0), atol=1e-9)
 
 
+@settings(deadline=None)
 @given(cases(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_low_precision_inputs_are_upcast(c: Case, dtype: torch.dtype) -> None:
     """The only error is the inputs' own rounding: on the rounded numbers float32 agrees to 1e-5 (logits reach ~1e3)."""
@@ -165,6 +167,7 @@ def test_repeated_and_unordered_indices_count_once() -> None:
 # ---- propositions 1 and 2: total variation, output -----------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(cases())
 def test_total_variation_is_exactly_the_dropped_mass(c: Case) -> None:
     full = slow_weights(c)
@@ -172,6 +175,7 @@ def test_total_variation_is_exactly_the_dropped_mass(c: Case) -> None:
     np.testing.assert_allclose(mass.total_variation(t(full), t(c.indices)).numpy(), distance, atol=1e-9)
 
 
+@settings(deadline=None)
 @given(cases(), st.sampled_from(["mean", "zero", "random"]))
 def test_output_moves_at_most_by_its_bound(c: Case, centre: str) -> None:
     full = slow_weights(c)
@@ -196,6 +200,7 @@ def test_output_bound_is_attained() -> None:
     assert moved.norm() == mass.output_error_bound(mass.dropped_mass(weights, indices), radius).item() == 0.5
 
 
+@settings(deadline=None)
 @given(cases())
 def test_vector_radius_equals_slow_reference(c: Case) -> None:
     radius = mass.vector_radius(t(c.v), visible=t(c.visible)).numpy()
@@ -228,6 +233,7 @@ def truncated_rows(draw: st.DrawFn) -> tuple[Array, Array]:
     return full, kept
 
 
+@settings(deadline=None)
 @given(truncated_rows())
 def test_information_changes_at_most_by_its_bounds(rows: tuple[Array, Array]) -> None:
     full, kept = rows
@@ -239,6 +245,7 @@ def test_information_changes_at_most_by_its_bounds(rows: tuple[Array, Array]) ->
     assert change <= float(mass.information_bound_steps(delta, n, steps)) + SLACK
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1), st.integers(1, 5000), st.integers(1, 500))
 def test_information_bounds_equal_their_formulas(x: float, n: int, steps: int) -> None:
     bound, by_steps = float(mass.information_bound(x, n, steps)), float(mass.information_bound_steps(x, n, steps))
@@ -291,6 +298,7 @@ def test_binary_entropy_is_finite_and_right_at_the_ends(x: float) -> None:
 # ---- proposition 5: two queries on the same keys -------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(cases(), st.sampled_from([1e-3, 0.1, 1.0, 10.0]), st.booleans())
 def test_attention_change_is_below_both_bounds(c: Case, step: float, centred: bool) -> None:
     rng = np.random.default_rng(1)
@@ -335,14 +343,15 @@ def test_printed_form_without_the_query_norm_fails() -> None:
 
 def test_printed_form_fails_on_random_data_too() -> None:
     """No crafted keys: Gaussian keys and queries of norm 100 (common in trained models), cosine close to 1."""
-    rng, worst = np.random.default_rng(0), 0.0
+    rng, ratios = np.random.default_rng(0), []
     for _ in range(200):
         k, q1 = rng.normal(size=(8, 4)), rng.normal(size=4)
         q1 *= 100 / np.linalg.norm(q1)
         q2 = q1 + rng.normal(size=4) * 2
         change = float(np.abs(slow_softmax(k @ q1 / 2) - slow_softmax(k @ q2 / 2)).sum())
-        worst = max(worst, change / printed_form(q1, q2, k))
-    assert worst > 1.75
+        ratios.append(change / printed_form(q1, q2, k))
+    assert max(ratios) == pytest.approx(25.9, abs=0.1)  # both numbers stand in docs/theory.md
+    assert sum(ratio > 1 for ratio in ratios) == 26
 
 
 # ---- proposition 6: a shared set -----------------------------------------------------------------------------------
@@ -416,7 +425,7 @@ def loss_and_bounds(b: Block, chosen: set[int], head: int, oracle: set[int]) -> 
     return lost, plain + [float(mass.shared_loss_bound(x, middle_mass, gap)) for x in bounds]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(blocks(max_groups=1))
 def test_shared_set_loses_at_most_its_bound(b: Block) -> None:
     chosen = best(b.k @ b.q0[0], b.middle, b.critical)
@@ -431,7 +440,7 @@ def test_shared_set_loses_at_most_its_bound(b: Block) -> None:
         assert lost <= SLACK  # the same query loses nothing, however many keys were appended
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(blocks())
 def test_shared_set_of_a_kv_head_loses_at_most_its_bound(b: Block) -> None:
     """The set is the KV head's compromise (max over heads of logit - LSE), the oracle the best by mean weight."""
@@ -529,6 +538,9 @@ W = torch.full((1, 4, 6), 1 / 6)
         (lambda: mass.retained_mass(W, torch.zeros(1, 4, 1)), "indices are torch.float32; pass int32"),
         (lambda: mass.retained_mass(W, torch.full((1, 4, 1), 6)), r"index 6 is outside \[-1, 6\)"),
         (lambda: mass.dropped_mass(W, torch.full((1, 4, 1), -2)), r"index -2 is outside \[-1, 6\)"),
+        (lambda: mass.vector_radius(torch.ones(1, 6, 8)), r"vectors \[1, 6, 8\], visible None: pass vectors"),
+        (lambda: mass.vector_radius(torch.ones(1, 2, 6, 8), None, torch.ones(1, 5) > 0), r"visible \[1, 5\]: pass"),
+        (lambda: mass.lipschitz_bound(torch.ones(1, 4, 8), torch.ones(1, 2, 8), torch.ones(1, 2), 1.0), "differ; pass"),
         (lambda: mass.output_error_bound(torch.ones(1, 4), torch.ones(1, 3)), "4 query heads.*pass one number"),
         (lambda: mass.routing_information(torch.ones(2, 3)), "2 away from summing to one; pass"),
         (lambda: mass.information_bound(1.5, 4, 4), r"1.5 is outside \[0, 1\]; pass"),

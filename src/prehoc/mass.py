@@ -128,7 +128,18 @@ def vector_radius(vectors: Tensor, centre: Tensor | None = None, visible: Tensor
     -------
     Tensor
         ``[B, Hkv]``, float32 or float64; 0 for a row that sees nothing.
+
+    Raises
+    ------
+    ValueError
+        When the shapes do not fit.
     """
+    shape = list(vectors.shape)
+    if len(shape) != 4 or (visible is not None and list(visible.shape) != [shape[0], shape[2]]):
+        seen_shape = None if visible is None else list(visible.shape)
+        raise ValueError(
+            f"vectors {shape}, visible {seen_shape}: pass vectors [B, Hkv, L, D] and visible [B, L] or None"
+        )
     x = _upcast(vectors)
     seen = torch.ones_like(x[..., 0], dtype=torch.bool) if visible is None else visible[:, None].expand(x.shape[:-1])
     if centre is None:
@@ -253,7 +264,14 @@ def lipschitz_bound(q1: Tensor, q2: Tensor, k_max_norm: Tensor, scale: float) ->
     -------
     Tensor
         ``[B, H]``, float32 or float64. An L1 distance never exceeds 2: larger values say nothing.
+
+    Raises
+    ------
+    ValueError
+        When the two queries differ in shape, or the head counts do not divide.
     """
+    if q1.ndim != 3 or q1.shape != q2.shape:
+        raise ValueError(f"q1 {list(q1.shape)} and q2 {list(q2.shape)} differ; pass two queries [B, H, D] of one shape")
     distance: Tensor = torch.linalg.vector_norm(_upcast(q2) - _upcast(q1), dim=-1)
     return _per_query_head(k_max_norm, q1.shape[1]) * distance * abs(scale)
 
