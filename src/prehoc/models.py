@@ -19,6 +19,21 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = [
+    "Entry",
+    "ModelError",
+    "ModelSource",
+    "Progress",
+    "catalogue",
+    "check_folder",
+    "find",
+    "folder_of",
+    "is_pulled",
+    "load",
+    "pull",
+    "resolve",
+]
+
 MARKER = "prehoc.json"
 FORMAT = 1  # raise it when the conversion changes: folders of an older format are converted again
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -244,21 +259,21 @@ def _fault(entry: Entry, *, deep: bool) -> str | None:
         for name, facts in marker["files"].items():
             if (folder / name).stat().st_size != facts["bytes"]:
                 return f"{name} has another size"
-            if deep and file_digest(folder / name) != facts["sha256"]:
+            if deep and _file_digest(folder / name) != facts["sha256"]:
                 return f"{name} has other content"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error)
     return None
 
 
-def file_digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_marker(entry: Entry, folder: Path) -> None:
-    files = {f.name: {"bytes": f.stat().st_size, "sha256": file_digest(f)} for f in sorted(folder.iterdir())}
+    files = {f.name: {"bytes": f.stat().st_size, "sha256": _file_digest(f)} for f in sorted(folder.iterdir())}
     marker = {"format": FORMAT, "name": entry.name, "gguf_sha256": entry.sha256, "files": files}
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
 

@@ -1,0 +1,80 @@
+"""What the commands share: option types, progress on stderr, one JSON document on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+show_traceback = False
+"""Set by ``prehoc --traceback``."""
+
+Model = Annotated[str, typer.Option("--model", help="Catalogue name, local folder, .gguf file, or hub id owner/name.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
+Backend = Annotated[str | None, typer.Option("--backend", help="auto, reference, cpu or triton.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads; torch's own choice when not given.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else goes to stderr.")]
+
+
+def log(message: str) -> None:
+    """Print a line for the reader on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def emit_json(document: Any) -> None:
+    """Print one JSON document on stdout; NaN and infinity, which JSON does not have, are refused."""
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def setup(threads: int | None = None, seed: int | None = None) -> None:
+    """Apply ``--threads`` and ``--seed`` to torch."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if seed is not None:
+        torch.manual_seed(seed)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show bars on stderr for as long as the block runs; yields ``report(stage, done, total)``.
+
+    A `total` of 0 means an unknown amount of work. Where stderr is not a terminal, each stage is one line.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def line(stage: str, done: int, total: int) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                log(f"{stage} ...")
+
+        yield line
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def bar(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                for task in tasks.values():  # a new stage begins when the one before has ended
+                    whole = bars.tasks[task].total or 1
+                    bars.update(task, total=whole, completed=whole)
+                tasks[stage] = bars.add_task(stage, total=total or None)
+            bars.update(tasks[stage], completed=done)
+
+        yield bar
+        for task in tasks.values():
+            whole = bars.tasks[task].total or 1
+            bars.update(task, total=whole, completed=whole)
