@@ -118,11 +118,12 @@ def _gemma(tokens: list[str]) -> Tokenizer:
 
     vocab = {token: i for i, token in enumerate(_respelled(tokens))}
     # The file lists no merges. Every way to cut a token into two known tokens is one; Gemma learned them in the order
-    # of the merged tokens (its scores say otherwise), so that order is their priority.
+    # of the merged tokens (its scores say otherwise), so that order is their priority; among the cuts of one token the
+    # longest left part goes first, as in the tokenizer Gemma is published with.
     pairs = []
     for token in vocab:
-        cuts = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
-        pairs += sorted(cuts, key=lambda cut: (vocab[cut[0]], vocab[cut[1]]))
+        cuts = ((token[:i], token[i:]) for i in range(len(token) - 1, 0, -1))
+        pairs += [cut for cut in cuts if cut[0] in vocab and cut[1] in vocab]
     core = Tokenizer(models.BPE(vocab=vocab, merges=pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     core.normalizer = normalizers.Replace(" ", "\u2581")
     core.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
