@@ -3,10 +3,10 @@
 transformers reads GGUF weights and shapes faithfully, but rebuilds the *tokenizer* differently in every release, and
 wrongly for each file of our catalogue (measured, not assumed):
 
-* 5.16 names ``<|im_start|>`` as SmolLM2's end token (generation never stops) and loses Gemma's ``<bos>`` and its merge
-  order (``return`` becomes ``re`` + ``turn``);
-* 5.16 to 5.24 do not know SmolLM2's pre-tokenizer (``1234`` must be four tokens, also where the vocabulary holds longer
-  numbers) nor Qwen2's NFC normalisation.
+* 5.16 names ``<|im_start|>`` as SmolLM2's end token (so an answer never ends) and loses Gemma's ``<bos>`` and the order
+  of its merges (``return`` becomes ``re`` + ``turn``);
+* 5.16 to 5.24 do not know SmolLM2's pre-tokenizer, which cuts numerals off before the merges (it shows on `` ½``), nor
+  Qwen2's NFC normalisation.
 
 So the tokenizer is built here from the file's own metadata, the same on every version.
 """

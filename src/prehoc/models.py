@@ -145,6 +145,8 @@ def resolve(model: str, *, progress: Progress | None = None) -> ModelSource:
     ValueError
         For an unknown name, a missing path, or missing, truncated or damaged model files.
     """
+    if not model:  # Path("") would be the current folder
+        raise ModelError("the model's name is empty; give a catalogue name, a folder, a .gguf file or a hub id")
     if any(entry.name == model for entry in CATALOGUE):
         entry = find(model)
         folder = folder_of(entry) if is_pulled(entry) else pull(model, progress=progress)
