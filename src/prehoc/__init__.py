@@ -1,0 +1,48 @@
+"""prehoc: choose the few keys worth reading before scoring them, read only those, and say how much was left out."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prehoc.integrations.transformers import Session, attach, detach, fork, new_cache, sparsify, supports
+    from prehoc.methods import CIS, CPE, ETF, PSAW, Dense, Oracle, Streaming, parse_method
+    from prehoc.report import Report
+
+__version__ = "0.1.0"
+
+_METHODS = ("CIS", "CPE", "ETF", "PSAW", "Dense", "Oracle", "Streaming", "parse_method")
+_ENGINE = ("Session", "attach", "detach", "fork", "new_cache", "sparsify", "supports")
+_HOME = {
+    **dict.fromkeys(_METHODS, "prehoc.methods"),
+    **dict.fromkeys(_ENGINE, "prehoc.integrations.transformers"),
+    "Report": "prehoc.report",
+}
+
+__all__ = [
+    "CIS",
+    "CPE",
+    "ETF",
+    "PSAW",
+    "Dense",
+    "Oracle",
+    "Report",
+    "Session",
+    "Streaming",
+    "__version__",
+    "attach",
+    "detach",
+    "fork",
+    "new_cache",
+    "parse_method",
+    "sparsify",
+    "supports",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use: ``prehoc --help`` need not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'prehoc' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,205 @@
+"""The books: what was read against what dense attention would have read. A retrieval never disappears from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prehoc.selection import Decision, Rows, Selection, Step, Window
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Keys and bytes of the decode steps; the parts of the bytes add up to `bytes_read` (design decision 8)."""
+
+    steps: int = 0
+    triples: int = 0
+    dense_triples: int = 0
+    sliding_triples: int = 0
+    covered_triples: int = 0
+    counted_triples: int = 0
+    retrievals: int = 0
+    keys_read: int = 0
+    keys_visible: int = 0
+    bytes_scored: int = 0
+    bytes_processed: int = 0
+    bytes_indices: int = 0
+    bytes_anchors: int = 0
+    bytes_dense: int = 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the cache, of indices and of anchors that decode attention and selection read."""
+        return self.bytes_scored + self.bytes_processed + self.bytes_indices + self.bytes_anchors
+
+    @property
+    def retrieval_ratio(self) -> float:
+        """Retrievals per (row, step, layer, head) whose middle was larger than the critical keys; NaN if there was none."""
+        return self.retrievals / self.counted_triples if self.counted_triples else float("nan")
+
+
+@dataclasses.dataclass
+class Prefill:
+    """Work of the prompts: rows that layers processed, query-key pairs, and operations, against dense."""
+
+    forwards: int = 0
+    tokens: int = 0
+    rows: int = 0
+    rows_dense: int = 0
+    pairs: int = 0
+    pairs_dense: int = 0
+    operations: int = 0
+    operations_dense: int = 0
+    seconds: float = 0.0
+
+
+class Books:
+    """Counts of one session; device tensors are kept aside and read in bulk, so that a step never waits for the device."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self.prefill = Prefill()
+        self.decode_seconds: list[float] = []
+        self._pending: list[tuple[Tensor, Tensor | None, tuple[int, ...], int, int]] = []
+        self._audits: list[Tensor] = []
+
+    def decision(self, step: Step, v_dim: int, decision: Decision) -> None:
+        """Enter one layer of one decode step; keys are counted per selection head, dense bytes per KV head."""
+        t = self.traffic
+        b, h, d = step.q.shape
+        hkv, n = step.k.shape[1], step.columns
+        size = step.k.element_size()
+        pair = (d + v_dim) * size
+        visible = sum(n - pad for pad in step.rows.pad)
+        t.bytes_dense += visible * hkv * pair
+        chosen = decision.selection
+        if not isinstance(chosen, Selection):
+            keys = visible
+            if isinstance(chosen, Window):
+                keys = sum(window_keys(n, p, s, chosen.sink) for p, s in zip(step.rows.pad, chosen.start, strict=True))
+            t.triples += b * hkv
+            t.keys_visible += visible * hkv
+            t.keys_read += keys * hkv
+            t.bytes_processed += keys * hkv * pair
+            if decision.counted:
+                t.covered_triples += b * hkv
+            else:
+                t.dense_triples += b * hkv
+            return
+        hs = chosen.lengths.shape[1]
+        counted = sum(decision.counted)
+        t.triples += b * hs
+        t.keys_visible += visible * hs
+        t.counted_triples += counted * hs
+        t.covered_triples += (b - counted) * hs
+        if decision.anchors:
+            t.bytes_anchors += b * h * d * 4
+        retrieved = None if decision.retrieved is None else decision.retrieved.sum(1)  # [B]
+        self._pending.append((chosen.lengths.sum(1), retrieved, decision.scored, d * size, pair))
+        if len(self._pending) >= 256:
+            self.flush()
+
+    def sliding(self, k: Tensor, v_dim: int) -> None:
+        """Enter a sliding-window layer of one decode step: exact attention over the window, counted apart."""
+        b, hkv, n, d = k.shape
+        self.traffic.triples += b * hkv
+        self.traffic.sliding_triples += b * hkv
+        self.traffic.keys_read += b * hkv * n
+        self.traffic.keys_visible += b * hkv * n
+        self.traffic.bytes_processed += b * hkv * n * (d + v_dim) * k.element_size()
+        self.traffic.bytes_dense += b * hkv * n * (d + v_dim) * k.element_size()
+
+    def prompt(self, rows: Rows, past: int, tokens: int, weights: tuple[tuple[int, int], ...]) -> None:
+        """Enter the linear layers of a prompt's forward in full; `skip` takes back what freezing saves."""
+        p, columns = self.prefill, tokens * len(rows.pad)
+        p.forwards += 1
+        p.tokens += sum(past + tokens - max(pad, past) for pad in rows.pad if pad < past + tokens)
+        p.rows += columns * len(weights)
+        p.rows_dense += columns * len(weights)
+        operations = 2 * columns * sum(layer for layer, _ in weights)
+        p.operations += operations
+        p.operations_dense += operations
+
+    def skip(self, rows: int, weights: int) -> None:
+        """Take back `rows` rows that a layer did not process; `weights` of its matrix weights were not used."""
+        self.prefill.rows -= rows
+        self.prefill.operations -= 2 * rows * weights
+
+    def attended(self, pairs: int, dense: int, heads: int, dim: int) -> None:
+        """Enter a layer's query-key pairs of a prompt, done and dense (two products of 2 D operations a pair and head)."""
+        p = self.prefill
+        p.pairs += pairs
+        p.pairs_dense += dense
+        p.operations += 4 * pairs * heads * dim
+        p.operations_dense += 4 * dense * heads * dim
+
+    def audit(self, mass: Tensor) -> None:
+        """Keep audited retained masses (float32, any shape)."""
+        self._audits.append(mass.flatten())
+
+    def flush(self) -> None:
+        """Read the device counts that are still pending."""
+        t = self.traffic
+        if not self._pending:
+            return
+        groups: dict[int, list[int]] = {}
+        for i, entry in enumerate(self._pending):
+            groups.setdefault(entry[0].numel(), []).append(i)
+        for members in groups.values():
+            rows = [self._pending[i] for i in members]
+            lengths = torch.stack([entry[0].long() for entry in rows]).tolist()
+            zero = torch.zeros_like(rows[0][0], dtype=torch.int64)
+            retrieved = torch.stack([zero if e[1] is None else e[1].long() for e in rows]).tolist()
+            for (_, _, scored, key_bytes, pair), keys, hits in zip(rows, lengths, retrieved, strict=True):
+                t.keys_read += sum(keys)
+                t.bytes_processed += sum(keys) * pair
+                t.bytes_indices += sum(keys) * 4
+                t.retrievals += sum(hits)
+                t.bytes_scored += sum(hit * keys_scored for hit, keys_scored in zip(hits, scored, strict=True)) * key_bytes
+        self._pending.clear()
+
+    def audited(self) -> Tensor:
+        """Return the audited retained masses so far, float32 ``[n]`` on the CPU."""
+        return torch.cat([a.cpu() for a in self._audits]) if self._audits else torch.empty(0)
+
+
+def window_keys(columns: int, pad: int, start: int, sink: int) -> int:
+    """Return how many keys a row reads whose window begins at column `start`."""
+    return columns - pad if start <= pad + sink else sink + columns - start
+
+
+class Stopwatch:
+    """Adds up the time of named parts of a step; None in place of one costs nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = device
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Begin timing."""
+        self._last = self._now()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last call on `part`."""
+        now = self._now()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def as_dict(books: Books) -> dict[str, Any]:
+    """Return traffic and prefill as plain numbers."""
+    books.flush()
+    traffic = dataclasses.asdict(books.traffic)
+    traffic["bytes_read"] = books.traffic.bytes_read
+    traffic["retrieval_ratio"] = books.traffic.retrieval_ratio
+    return {"decode": traffic, "prefill": dataclasses.asdict(books.prefill)}

@@ -1,0 +1,1 @@
+"""Engines that prehoc enters through their public seams."""

@@ -1,0 +1,169 @@
+"""The attention and mask functions registered with transformers under the name ``prehoc``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import sdpa_mask
+
+from prehoc import kernels
+from prehoc.integrations.transformers.forward import Forward
+from prehoc.integrations.transformers.layers import KVLayer
+from prehoc.kernels.prefill import causal_pairs, prefill_window
+from prehoc.selection import Decision, Selection, Step, Window
+
+NAME = "prehoc"
+
+
+class Captured(Exception):
+    """Raised right after the keys and values of frozen rows were cached: the rest of the layer is not needed."""
+
+
+def prehoc_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return None for a causal mask with left padding, which the attention function knows by itself, else a 4-D mask."""
+    if kwargs.get("allow_is_causal_skip", True):
+        return None
+    return sdpa_mask(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def prehoc_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    prehoc: Forward | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as the forward's plan says.
+
+    Parameters
+    ----------
+    module : Module
+        The attention module; only its `layer_idx` is read.
+    query : Tensor
+        ``[B, H, T, D]``.
+    key, value : Tensor
+        ``[B, Hkv, n, D]``, cached columns included.
+    attention_mask : Tensor or None
+        None, or a 4-D mask of the caller's own.
+    scaling : float, optional
+        Factor on the logits (default ``D ** -0.5``).
+    sliding_window : int, optional
+        Window of a sliding layer.
+    prehoc : Forward
+        This forward.
+
+    Returns
+    -------
+    out : Tensor
+        ``[B, T, H, D]``.
+    None
+        Attention weights are never materialised.
+
+    Raises
+    ------
+    ValueError
+        For attention that is not implemented, or a mask that pruning cannot honour.
+    """
+    if prehoc is None:
+        raise ValueError(
+            f"{type(module).__name__} was called without its prehoc context: the model does not pass keyword arguments on to "
+            "its attention; see prehoc.supports(model)"
+        )
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"{type(module).__name__}: attention with soft-capping or learned sinks is not implemented")
+    if prehoc.capture:
+        raise Captured
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if attention_mask is not None:
+        out = _masked(prehoc, query, key, value, attention_mask, scale)
+    elif prehoc.phase == "decode" and query.shape[2] == 1:
+        out = _decode(prehoc, layer, query, key, value, scale, sliding_window)
+    else:
+        out = _prefill(prehoc, layer, query, key, value, scale, sliding_window)
+    return out.transpose(1, 2), None
+
+
+def _masked(fwd: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    if not fwd.plan.dense:
+        raise ValueError(
+            "this call brings a 4-D, packed or bidirectional attention mask; pruning needs a plain causal mask with left "
+            "padding (method dense accepts it)"
+        )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
+def _first(fwd: Forward, columns: int) -> tuple[int, ...]:
+    """Return each row's first real column among the last `columns` ones (a sliding layer keeps only these)."""
+    dropped = fwd.past + fwd.tokens - columns
+    return tuple(max(pad - dropped, 0) for pad in fwd.rows.pad)
+
+
+def _prefill(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None) -> Tensor:
+    _share(fwd, layer, k, v)
+    if sliding is not None:
+        hidden, sink = (lambda t: max(0, t - sliding)), 0
+    else:
+        hidden, sink = fwd.hidden(layer), fwd.plan.window.sink if fwd.plan.window else 0
+    out, pairs = prefill_window(q, k, v, _first(fwd, k.shape[2]), scale, hidden, sink)
+    dense = sum(causal_pairs(fwd.past - pad, fwd.past + fwd.tokens - pad, sliding) for pad in fwd.rows.pad)
+    fwd.books.attended(pairs, dense, q.shape[1], q.shape[3])
+    return out
+
+
+def _share(fwd: Forward, layer: int, k: Tensor, v: Tensor) -> None:
+    """Overwrite the keys and values of rows that are frozen further than the batch's shortest prefix (kv="share")."""
+    for row, end in enumerate(fwd.shared_until.get(layer, ())):
+        below = fwd.cache.layers[layer - 1].store.views()
+        k[row, :, fwd.past : end] = below[0][row, :, fwd.past : end]
+        v[row, :, fwd.past : end] = below[1][row, :, fwd.past : end]
+
+
+def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None) -> Tensor:
+    holder = fwd.cache.layers[layer]
+    one = q[:, :, 0].contiguous()  # [B, H, D]
+    ops = kernels.get(fwd.backend, q.device)
+    if sliding is not None or not isinstance(holder, KVLayer):
+        k, v = (k, v) if sliding is None else (k[:, :, -sliding:], v[:, :, -sliding:])
+        first = _first(fwd, k.shape[2])
+        fwd.books.sliding(k, v.shape[-1])
+        return ops.decode_dense(one, k, v, first, 0, first, scale)[:, :, None]
+    if fwd.stopwatch:
+        fwd.stopwatch.lap("rest")
+    masked = fwd.masked(layer)
+    step = Step(layer, one, k, scale, fwd.rows, masked, fwd.backend)
+    if fwd.plan.selector is not None:
+        decision = fwd.plan.selector.decide(step, holder.store.state)
+    else:
+        decision = Decision(None)
+    if decision.selection is None and any(masked):
+        assert fwd.plan.window is not None
+        starts = tuple(pad + hide for pad, hide in zip(fwd.rows.pad, masked, strict=True))
+        decision.selection = Window(fwd.plan.window.sink, starts)
+    if fwd.stopwatch:
+        fwd.stopwatch.lap("selection")
+    fwd.books.decision(step, v.shape[-1], decision)
+    if fwd.recorder is not None:
+        fwd.recorder.record(step, v, decision)
+    if fwd.auditor is not None:
+        fwd.auditor.sample(step, decision, fwd.books)
+    if fwd.stopwatch:
+        fwd.stopwatch.lap("rest")
+    chosen = None if fwd.observe else decision.selection
+    if isinstance(chosen, Selection):
+        out = ops.decode_selected(one, k, v, chosen.indices, chosen.lengths, scale, chosen.full)
+    elif isinstance(chosen, Window):
+        out = ops.decode_dense(one, k, v, fwd.rows.pad, chosen.sink, chosen.start, scale)
+    else:
+        out = ops.decode_dense(one, k, v, fwd.rows.pad, 0, fwd.rows.pad, scale)
+    if fwd.stopwatch:
+        fwd.stopwatch.lap("attention")
+    return out[:, :, None]

@@ -1,0 +1,86 @@
+"""The methods by name, and the one reader of ``name:key=value,key=value``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prehoc.config import from_dict, unknown
+from prehoc.methods.cis import CIS
+from prehoc.methods.cpe import CPE
+from prehoc.methods.dense import Dense
+from prehoc.methods.etf import ETF
+from prehoc.methods.oracle import Oracle
+from prehoc.methods.psaw import PSAW
+from prehoc.methods.streaming import Streaming
+from prehoc.selection import Method
+
+METHODS: dict[str, type[Any]] = {m.name: m for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE)}
+
+# the paper's own readings: one set per query head, block refresh, a sliding local window, its published schedule
+_PAPER = {"granularity": "query_head", "refresh": "block", "local_window": "sliding", "tau": 0.8, "block_size": 8}
+
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cis-8": ("cis", {"block_size": 8}),
+    "cis-16": ("cis", {"block_size": 16}),
+    "cis-star": ("cis", {"matched": True}),
+    "cpe-8": ("cpe", {"block_size": 8}),
+    "cpe-16": ("cpe", {"block_size": 16}),
+    "paper": (
+        "cpe",
+        {**_PAPER, "phi": 0.7, "alpha": 1.5, "psi": 0.5, "gamma": 1.0, "start_layer": 0.5},
+    ),
+}
+
+
+def parse_method(text: str, extra: Mapping[str, Any] | None = None) -> Method:
+    """Return the method for ``name`` or ``name:key=value,key=value``; `extra` adds to it and wins.
+
+    Parameters
+    ----------
+    text : str
+        A method or preset name with optional keys, such as ``cis:budget=1024,tau=0.8``.
+    extra : mapping, optional
+        More keys, as from ``--budget`` or ``--set``.
+
+    Returns
+    -------
+    Method
+
+    Raises
+    ------
+    ValueError
+        For an unknown method or key (with the nearest known one), a value out of range, or a malformed pair.
+    """
+    name, _, pairs = text.partition(":")
+    name = name.strip().lower()
+    values: dict[str, Any] = {}
+    if name in PRESETS:
+        name, preset = PRESETS[name]
+        values.update(preset)
+    if name not in METHODS:
+        raise unknown("method", name, [*METHODS, *PRESETS])
+    values.update(parse_pairs(pairs.split(",") if pairs.strip() else []))
+    values.update(extra or {})
+    method: Method = from_dict(METHODS[name], values)
+    return method
+
+
+def parse_pairs(pairs: list[str]) -> dict[str, str]:
+    """Return ``key=value`` texts as a mapping.
+
+    Raises
+    ------
+    ValueError
+        For a text that is not ``key=value``.
+    """
+    values = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{pair!r} is not key=value; write for example budget=1024")
+        values[key.strip()] = value.strip()
+    return values
+
+
+__all__ = ["CIS", "CPE", "ETF", "METHODS", "PRESETS", "PSAW", "Dense", "Oracle", "Streaming", "parse_method", "parse_pairs"]

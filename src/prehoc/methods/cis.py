@@ -1,0 +1,196 @@
+"""CIS, clustered indices sharing: an anchor query retrieves its top-k, similar queries that follow reuse the set."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_choice, check_int, check_range
+from prehoc.methods._retrieval import Middle, as_selection, cover, retrieve_lists
+from prehoc.selection import Decision, Plan, State, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class CIS:
+    """Share the dilated exact top-k of an anchor query with the next queries of its block while they stay similar.
+
+    Source: the PrHS paper (CIS, CIS* with ``matched``); design decisions 1 to 4.
+
+    Parameters
+    ----------
+    budget, ratio, critical, mass
+        The size, as in `prehoc.config.Budget`; ratio 1/8 when none is given.
+    sink, local : int
+        First and last keys that are always read.
+    block_size : int
+        s: a retrieval serves at most s steps, its own included.
+    tau : float
+        A head shares while the least cosine of its queries with their anchors exceeds this, in [-1, 1].
+    dilate : int, optional
+        m, the best keys whose neighbours are added; None: critical // 3 per head.
+    radius : int
+        r, neighbours on each side.
+    refresh : {"rolling", "block"}
+        A failing head becomes its own new anchor, or retrieves for that step only (the paper's reading).
+    local_window : {"frozen", "sliding"}
+        Whether local keys stay while a set is shared, or fall out (the paper's reading).
+    granularity : {"kv_head", "query_head"}
+        One set per KV head or per query head.
+    matched : bool
+        CIS*: pay the dilation out of the budget.
+
+    Raises
+    ------
+    ValueError
+        When a value lies outside its range or the sizes contradict each other.
+    """
+
+    name: ClassVar[str] = "cis"
+
+    budget: int | None = None
+    ratio: float | None = None
+    critical: int | None = None
+    mass: float | None = None
+    sink: int = DEFAULT_SINK
+    local: int = DEFAULT_LOCAL
+    block_size: int = 8
+    tau: float = 0.8
+    dilate: int | None = None
+    radius: int = 1
+    refresh: Literal["rolling", "block"] = "rolling"
+    local_window: Literal["frozen", "sliding"] = "frozen"
+    granularity: Literal["kv_head", "query_head"] = "kv_head"
+    matched: bool = False
+
+    def __post_init__(self) -> None:
+        self.size()
+        check_int("block_size", self.block_size, 1)
+        check_range("tau", self.tau, -1.0, 1.0, fix="it is a cosine; the paper uses 0.8")
+        check_int("dilate", self.dilate, 0, optional=True)
+        check_int("radius", self.radius, 0)
+        check_choice("refresh", self.refresh, ("rolling", "block"))
+        check_choice("local_window", self.local_window, ("frozen", "sliding"))
+        check_choice("granularity", self.granularity, ("kv_head", "query_head"))
+        if self.matched and self.size().critical_for(1) is None:
+            raise ValueError("matched=true needs a stated total: give budget, ratio or critical")
+        if self.matched and self.budget is not None and self.budget < self.sink + self.local + self._growth + 1:
+            raise ValueError(
+                f"budget={self.budget} leaves no critical key when matched: sink {self.sink} + local {self.local} + "
+                f"{self._growth} steps of frozen window; give at least {self.sink + self.local + self._growth + 1}"
+            )
+
+    @property
+    def _growth(self) -> int:
+        """Keys that a frozen window gains before its block ends."""
+        return self.block_size - 1 if self.local_window == "frozen" else 0
+
+    def size(self) -> Budget:
+        """Return the budget."""
+        return Budget.of(self.budget, self.ratio, self.critical, self.mass, self.sink, self.local)
+
+    def plan(self) -> Plan:
+        """Return a plan whose selector is this configuration."""
+        return Plan(selector=self)
+
+    def decide(self, step: Step, state: State) -> Decision:
+        """Return the keys to read: shared where the gate allows, retrieved elsewhere, all where the budget covers them."""
+        middle = Middle.of(step, self.size(), self.granularity)
+        if not any(middle.counted):
+            number = state.get("step", -1) + 1  # blocks are counted from the first decode step, covered or not
+            state.clear()
+            state["step"] = number
+            return Decision(None, counted=middle.counted)
+        hs, device, cpu = middle.heads, step.q.device, step.q.device.type == "cpu"
+        q = step.q.float()
+        unit = q / torch.linalg.vector_norm(q, dim=-1, keepdim=True)  # [B, H, D]; a zero query gives NaN: it never shares
+        boundary = self._advance(state, step.columns)
+        if "anchor" in state:
+            cosine = (unit * state["anchor"]).sum(-1).view(unit.shape[0], hs, -1).amin(-1)  # [B, Hs]
+            need = ~(cosine > self.tau) | (state["age"] < 0)
+            if self.refresh == "rolling":
+                need |= state["age"] >= self.block_size
+            elif boundary:
+                need = torch.ones_like(need)
+        else:
+            cosine = torch.full((unit.shape[0], hs), torch.nan, device=device)
+            need = torch.ones_like(cosine, dtype=torch.bool)
+        if not all(middle.counted):
+            need &= torch.tensor(middle.counted, device=device)[:, None]
+        today = None
+        if not cpu or bool(need.any()):  # on an accelerator nothing may ask the device: all retrieve, the mask decides
+            chosen = None if not cpu or bool(need.all()) else need.flatten().nonzero()[:, 0]
+            reserve = self._growth if self.matched else None
+            lists = retrieve_lists(step, middle, chosen, self.size(), self.dilate, self.radius, reserve)
+            today = self._store(state, lists, unit, need, chosen, boundary)
+        indices, lengths = today or (state["indices"], state["lengths"])
+        if not all(middle.counted):
+            state["age"].masked_fill_(~torch.tensor(middle.counted, device=device)[:, None], -1)
+            indices, lengths = cover(indices, lengths, step, middle, self.sink)
+        selection = as_selection(indices, lengths)
+        return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True)
+
+    def _advance(self, state: State, columns: int) -> bool:
+        """Let every stored list follow the newest token; return whether a block of ``refresh="block"`` starts."""
+        state["step"] = state.get("step", -1) + 1
+        if "indices" in state:
+            indices, lengths = state["indices"], state["lengths"]
+            state["age"] += state["age"] >= 0
+            if self.local_window == "frozen":  # append; a list past its block is replaced below, so it may overwrite
+                last = indices.shape[2] - 1
+                indices.scatter_(2, lengths.long().clamp(max=last)[..., None], columns - 1)
+                lengths.add_(1).clamp_(max=last + 1)
+            else:  # the last `local` entries are consecutive columns: all move on by one
+                at = torch.arange(indices.shape[2], device=indices.device)
+                indices += (at < lengths[..., None]) & (at >= lengths[..., None] - self.local)
+        return bool(state["step"] % self.block_size == 0)
+
+    def _store(
+        self,
+        state: State,
+        lists: tuple[Tensor, Tensor],
+        unit: Tensor,
+        need: Tensor,
+        chosen: Tensor | None,
+        boundary: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Make new lists the block's sets; return the lists of this step alone where they differ (``refresh="block"``)."""
+        indices, lengths = lists
+        b, hs = need.shape
+        room = self._growth + 1  # one more than a block appends: the step that ends it writes before it is replaced
+        width = indices.shape[1] + room
+        if "indices" not in state:
+            state["indices"] = indices.new_full((b, hs, width), -1)
+            state["lengths"] = lengths.new_zeros((b, hs))
+            state["age"] = lengths.new_full((b, hs), -1)
+            state["anchor"] = torch.full_like(unit, torch.nan)
+        elif state["indices"].shape[2] < width:
+            state["indices"] = F.pad(state["indices"], (0, width - state["indices"].shape[2]), value=-1)
+        indices = F.pad(indices, (0, state["indices"].shape[2] - indices.shape[1]), value=-1)
+        store, today = need, None
+        if self.refresh == "block" and not boundary:
+            today = (state["indices"].clone(), state["lengths"].clone())
+            _put(today[0], chosen, indices, need)
+            _put(today[1], chosen, lengths, need)
+            store = need & (state["age"] < 0)  # a head without a set takes this one
+        _put(state["indices"], chosen, indices, store)
+        _put(state["lengths"], chosen, lengths, store)
+        anchors = unit.view(b * hs, -1)
+        _put(state["anchor"].view(b, hs, -1), chosen, anchors if chosen is None else anchors[chosen], store)
+        state["age"].masked_fill_(store, 0)
+        return today
+
+
+def _put(target: Tensor, chosen: Tensor | None, values: Tensor, mask: Tensor) -> None:
+    """Write `values` ``[R, ...]`` of the chosen (row, head) pairs into `target` ``[B, Hs, ...]`` where `mask` ``[B, Hs]``."""
+    flat, keep = target.flatten(0, 1), mask.flatten()  # views: every target here is contiguous
+    if chosen is not None:
+        keep = keep[chosen]
+    keep = keep.view(-1, *(1,) * (values.dim() - 1))
+    if chosen is None:
+        flat.copy_(torch.where(keep, values, flat))
+    else:
+        flat[chosen] = torch.where(keep, values, flat[chosen])

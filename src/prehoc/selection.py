@@ -1,0 +1,195 @@
+"""What a method decides: the keys to read (`Selection`), and the protocol every selector follows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from prehoc.config import Budget
+    from prehoc.methods.etf import ETF
+    from prehoc.methods.psaw import PSAW
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The batch rows of one cache: what the host knows without asking the device.
+
+    Parameters
+    ----------
+    pad : tuple of int
+        Left-padding columns of each row.
+    prompt : tuple of int
+        Real tokens of each row's prompt (0 until a prompt was read).
+    """
+
+    pad: tuple[int, ...]
+    prompt: tuple[int, ...]
+
+    def take(self, index: Tensor) -> Rows:
+        """Return the rows at `index` (int64 ``[B']``); free of device synchronisation when all rows are alike."""
+        if len(set(self.pad)) <= 1 and len(set(self.prompt)) <= 1:
+            return Rows(self.pad[:1] * len(index), self.prompt[:1] * len(index))
+        order = index.tolist()
+        return Rows(tuple(self.pad[i] for i in order), tuple(self.prompt[i] for i in order))
+
+
+@dataclasses.dataclass
+class Selection:
+    """Indices of the keys to read, per batch row and selection head.
+
+    Parameters
+    ----------
+    indices : Tensor
+        int32 ``[B, Hs, Kmax]`` cache columns, ascending and unique, padded with -1 at the end.
+    lengths : Tensor
+        int32 ``[B, Hs]``, keys that count.
+    full : bool
+        True when the host knows that every length equals Kmax (no padding to mask).
+    """
+
+    indices: Tensor
+    lengths: Tensor
+    full: bool = False
+
+
+@dataclasses.dataclass
+class Window:
+    """A visible range: each row's first `sink` real tokens and the columns from `start` on.
+
+    Parameters
+    ----------
+    sink : int
+        Number of sink tokens.
+    start : tuple of int
+        First column of the range, per row, never below the row's padding.
+    """
+
+    sink: int
+    start: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Step:
+    """One decode step of one layer, as a selector sees it.
+
+    Parameters
+    ----------
+    layer : int
+        Index of the layer.
+    q : Tensor
+        ``[B, H, D]`` queries after rotary embedding.
+    k : Tensor
+        ``[B, Hkv, n, D]`` keys, the newest included.
+    scale : float
+        Factor on q.k before the softmax.
+    rows : Rows
+        Padding and prompt length of each row.
+    masked : tuple of int
+        Per row, tokens that the depth window hides between the sinks and the window (0: nothing hidden): the middle
+        starts no earlier.
+    backend : str
+        Kernel backend to use.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    scale: float
+    rows: Rows
+    masked: tuple[int, ...]
+    backend: str = "auto"
+
+    @property
+    def columns(self) -> int:
+        """Cache columns, padding included."""
+        return self.k.shape[2]
+
+
+@dataclasses.dataclass
+class Decision:
+    """What to read at this step, and how it was decided.
+
+    Parameters
+    ----------
+    selection : Selection, Window or None
+        The keys to read; None: every visible key.
+    retrieved : Tensor or None
+        bool ``[B, Hs]``, heads that scored the middle in full at this step.
+    cosine : Tensor or None
+        float32 ``[B, Hs]``, least cosine of the group's queries with their anchors before any refresh (NaN: no anchor).
+    counted : tuple of bool
+        Per row, whether the middle was larger than `critical` (only these enter the retrieval ratio).
+    scored : tuple of int
+        Per row, keys whose K is read by a retrieval.
+    anchors : bool
+        Whether the gate read stored anchors.
+    """
+
+    selection: Selection | Window | None
+    retrieved: Tensor | None = None
+    cosine: Tensor | None = None
+    counted: tuple[bool, ...] = ()
+    scored: tuple[int, ...] = ()
+    anchors: bool = False
+
+
+class State(dict[str, Any]):
+    """Selection state of one layer: every tensor has the batch as dimension 0, so that it follows the cache's rows."""
+
+    def take(self, index: Tensor) -> State:
+        """Return the state of the rows at `index` (int64 ``[B']``)."""
+        return State(
+            {k: v.index_select(0, index.to(v.device)) if isinstance(v, Tensor) else v for k, v in self.items()}
+        )
+
+
+class Selector(Protocol):
+    """Chooses the keys of one decode step; all memory between steps lives in the `State` it is handed."""
+
+    granularity: str
+
+    def decide(self, step: Step, state: State) -> Decision:
+        """Return the keys to read for `step`, updating `state` in place."""
+        ...
+
+    def size(self) -> Budget:
+        """Return the budget."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a method asks of the engine: a selector for decode, a depth window, frozen prompt tokens.
+
+    Parameters
+    ----------
+    selector : Selector or None
+        None: decode reads every visible key.
+    window : PSAW or None
+        Depth window, in prefill and decode.
+    freeze : ETF or None
+        Token freezing, in the first prompt only.
+    """
+
+    selector: Selector | None = None
+    window: PSAW | None = None
+    freeze: ETF | None = None
+
+    @property
+    def dense(self) -> bool:
+        """True when nothing is pruned by construction."""
+        return self.selector is None and self.window is None and self.freeze is None
+
+
+class Method(Protocol):
+    """A method's configuration: a frozen dataclass with a registered name."""
+
+    name: str
+
+    def plan(self) -> Plan:
+        """Return what the engine must do."""
+        ...
