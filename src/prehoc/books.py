@@ -159,7 +159,9 @@ class Books:
                 t.bytes_processed += sum(keys) * pair
                 t.bytes_indices += sum(keys) * 4
                 t.retrievals += sum(hits)
-                t.bytes_scored += sum(hit * keys_scored for hit, keys_scored in zip(hits, scored, strict=True)) * key_bytes
+                t.bytes_scored += (
+                    sum(hit * keys_scored for hit, keys_scored in zip(hits, scored, strict=True)) * key_bytes
+                )
         self._pending.clear()
 
     def audited(self) -> Tensor:

@@ -215,7 +215,7 @@ class Budget:
     def describe(self, prompt_tokens: int | None = None) -> str:
         """Return the one printed form, with tokens and ratio: ``1024 keys (8 sink + 984 critical + 32 local) = 1/8.0``."""
         parts = []
-        critical = self.critical_for(prompt_tokens) if prompt_tokens or self.ratio is None else None
+        critical = self.critical_for(prompt_tokens or 0) if prompt_tokens or self.ratio is None else None
         if critical is not None:
             total = self.sink + critical + self.local
             parts.append(f"{total} keys ({self.sink} sink + {critical} critical + {self.local} local)")

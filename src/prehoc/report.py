@@ -79,8 +79,8 @@ class Report:
             f"decode           {d.steps} steps, {self.seconds_per_step * 1e3:.1f} ms per step (median)",
             f"keys read        {d.keys_read / d.triples:.1f} of {d.keys_visible / d.triples:.1f} per head and step "
             f"({d.keys_read / d.keys_visible:.1%})",
-            f"bytes read       {d.bytes_read / 1e6:.1f} of {d.bytes_dense / 1e6:.1f} MB dense ({d.bytes_read / d.bytes_dense:.1%}): "
-            f"scored {d.bytes_scored / 1e6:.1f}, keys and values {d.bytes_processed / 1e6:.1f}, "
+            f"bytes read       {d.bytes_read / 1e6:.1f} of {d.bytes_dense / 1e6:.1f} MB dense "
+            f"({d.bytes_read / d.bytes_dense:.1%}): scored {d.bytes_scored / 1e6:.1f}, keys and values {d.bytes_processed / 1e6:.1f}, "
             f"indices {d.bytes_indices / 1e6:.1f}, anchors {d.bytes_anchors / 1e6:.1f}",
         ]
         if d.counted_triples:
@@ -90,7 +90,9 @@ class Report:
             )
         mean, low, high = self.retained_mass
         if self.audited:
-            lines.append(f"retained mass    {mean:.4f} [{low:.4f}, {high:.4f}] audited, n = {self.audited}, 95 % interval")
+            lines.append(
+                f"retained mass    {mean:.4f} [{low:.4f}, {high:.4f}] audited, n = {self.audited}, 95 % interval"
+            )
             lines.append(f"total variation  {1 - mean:.4f} [{1 - high:.4f}, {1 - low:.4f}]")
         elif d.counted_triples:
             lines.append("retained mass    not audited: no triple was drawn; raise audit= or decode more steps")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -149,8 +148,6 @@ class State(dict[str, Any]):
 
 class Selector(Protocol):
     """Chooses the keys of one decode step; all memory between steps lives in the `State` it is handed."""
-
-    granularity: str
 
     def decide(self, step: Step, state: State) -> Decision:
         """Return the keys to read for `step`, updating `state` in place."""

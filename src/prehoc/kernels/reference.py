@@ -211,7 +211,10 @@ def dilate(
             inside &= (rank[:, :, None] <= best[..., None]).expand(-1, -1, offsets.numel()).flatten(1)
         parts.append(torch.where(inside, near, _FAR))
         ranks.append(at)
-    always = [first + torch.arange(sink, device=device), torch.arange(columns - local, columns, device=device).expand(r, -1)]
+    always = [
+        first + torch.arange(sink, device=device),
+        torch.arange(columns - local, columns, device=device).expand(r, -1),
+    ]
     if limit is None:
         candidates, _ = torch.cat([*parts, *always], 1).to(torch.int32).sort(1)
         keep = candidates != _FAR
@@ -283,7 +286,9 @@ def decode_selected(
     return out.reshape(q.shape[0], q.shape[1], v.shape[-1])
 
 
-def decode_dense(q: Tensor, k: Tensor, v: Tensor, first: tuple[int, ...], sink: int, start: tuple[int, ...], scale: float) -> Tensor:
+def decode_dense(
+    q: Tensor, k: Tensor, v: Tensor, first: tuple[int, ...], sink: int, start: tuple[int, ...], scale: float
+) -> Tensor:
     """Attend to each row's first `sink` real keys and to every column from `start` on (``start <= first``: all of them).
 
     Parameters
@@ -311,7 +316,9 @@ def decode_dense(q: Tensor, k: Tensor, v: Tensor, first: tuple[int, ...], sink: 
     elif begin == first:  # padding only
         columns = torch.arange(min(first), k.shape[2], device=q.device)
         mask = columns >= torch.tensor(first, device=q.device).view(-1, 1, 1, 1)
-        out = F.scaled_dot_product_attention(grouped, k[:, :, min(first) :], v[:, :, min(first) :], attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(
+            grouped, k[:, :, min(first) :], v[:, :, min(first) :], attn_mask=mask, scale=scale
+        )
     else:
         rows = (slice(b, b + 1) for b in range(len(first)))
         out = torch.cat(

@@ -83,4 +83,16 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
     return values
 
 
-__all__ = ["CIS", "CPE", "ETF", "METHODS", "PRESETS", "PSAW", "Dense", "Oracle", "Streaming", "parse_method", "parse_pairs"]
+__all__ = [
+    "CIS",
+    "CPE",
+    "ETF",
+    "METHODS",
+    "PRESETS",
+    "PSAW",
+    "Dense",
+    "Oracle",
+    "Streaming",
+    "parse_method",
+    "parse_pairs",
+]

@@ -106,7 +106,9 @@ class CIS:
             return Decision(None, counted=middle.counted)
         hs, device, cpu = middle.heads, step.q.device, step.q.device.type == "cpu"
         q = step.q.float()
-        unit = q / torch.linalg.vector_norm(q, dim=-1, keepdim=True)  # [B, H, D]; a zero query gives NaN: it never shares
+        unit = q / torch.linalg.vector_norm(
+            q, dim=-1, keepdim=True
+        )  # [B, H, D]; a zero query gives NaN: it never shares
         boundary = self._advance(state, step.columns)
         if "anchor" in state:
             cosine = (unit * state["anchor"]).sum(-1).view(unit.shape[0], hs, -1).amin(-1)  # [B, Hs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ def prehoc_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return None for a causal mask with left padding, which the attention function knows by itself, else a 4-D mask."""
     if kwargs.get("allow_is_causal_skip", True):
         return None
-    return sdpa_mask(*args, **kwargs)  # type: ignore[no-any-return]
+    return sdpa_mask(*args, **kwargs)
 
 
 def prehoc_attention(
@@ -109,14 +110,18 @@ def _first(fwd: Forward, columns: int) -> tuple[int, ...]:
 
 def _prefill(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None) -> Tensor:
     _share(fwd, layer, k, v)
+    hidden, sink = fwd.hidden(layer), fwd.plan.window.sink if fwd.plan.window else 0
     if sliding is not None:
-        hidden, sink = (lambda t: max(0, t - sliding)), 0
-    else:
-        hidden, sink = fwd.hidden(layer), fwd.plan.window.sink if fwd.plan.window else 0
+        hidden, sink = functools.partial(_outside, sliding), 0
     out, pairs = prefill_window(q, k, v, _first(fwd, k.shape[2]), scale, hidden, sink)
     dense = sum(causal_pairs(fwd.past - pad, fwd.past + fwd.tokens - pad, sliding) for pad in fwd.rows.pad)
     fwd.books.attended(pairs, dense, q.shape[1], q.shape[3])
     return out
+
+
+def _outside(window: int, tokens: int) -> int:
+    """Return the keys that a sliding window of this size hides from a query that sees `tokens` keys."""
+    return max(0, tokens - window)
 
 
 def _share(fwd: Forward, layer: int, k: Tensor, v: Tensor) -> None:
@@ -135,7 +140,8 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
         k, v = (k, v) if sliding is None else (k[:, :, -sliding:], v[:, :, -sliding:])
         first = _first(fwd, k.shape[2])
         fwd.books.sliding(k, v.shape[-1])
-        return ops.decode_dense(one, k, v, first, 0, first, scale)[:, :, None]
+        out: Tensor = ops.decode_dense(one, k, v, first, 0, first, scale)
+        return out[:, :, None]
     if fwd.stopwatch:
         fwd.stopwatch.lap("rest")
     masked = fwd.masked(layer)

@@ -28,12 +28,7 @@ def cache_key(kwargs: dict[str, Any], module: Any = None) -> str:
         return "cache"
     if kwargs.get("past_key_values") is not None:
         return "past_key_values"
-    return _cache_parameter(type(module))
-
-
-@functools.cache
-def _cache_parameter(kind: type) -> str:
-    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def output_cache(output: Any) -> Any:

@@ -42,7 +42,9 @@ def _frozen_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs
     if fwd is None or not max(ends):
         return inner(hidden_states, *args, **kwargs)
     if args:
-        raise ValueError(f"{type(self).__name__} takes positional arguments beyond the hidden states: ETF cannot slice them")
+        raise ValueError(
+            f"{type(self).__name__} takes positional arguments beyond the hidden states: ETF cannot slice them"
+        )
     freeze = fwd.plan.freeze
     assert freeze is not None
     share = freeze.kv == "share"
@@ -81,7 +83,9 @@ def _slice(kwargs: dict[str, Any], part: slice, tokens: int) -> dict[str, Any]:
             isinstance(e, Tensor) and e.dim() == 3 and e.shape[1] == tokens for e in embeddings
         )
         if not fits:
-            raise ValueError("ETF needs position_embeddings (cos, sin) of shape (batch, tokens, dim); this model has others")
+            raise ValueError(
+                "ETF needs position_embeddings (cos, sin) of shape (batch, tokens, dim); this model has others"
+            )
         cut["position_embeddings"] = tuple(e[:, part] for e in embeddings)
     for name in _PER_TOKEN:
         if isinstance(kwargs.get(name), Tensor):

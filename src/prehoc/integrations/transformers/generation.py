@@ -71,6 +71,8 @@ def _refuse(dense: bool, selects: bool, config: Any, kwargs: dict[str, Any]) -> 
             "preallocated layers; leave it out"
         )
     if selects and asked("use_cache") is False:
-        raise ValueError("use_cache=False recomputes the whole text at every step: there is no decode to select in; set it to True")
+        raise ValueError(
+            "use_cache=False recomputes the whole text at every step: there is no decode to select in; set it to True"
+        )
     if asked("output_attentions"):
         raise ValueError("output_attentions=True is not available: prehoc never materialises attention weights")

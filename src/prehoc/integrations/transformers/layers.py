@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
@@ -21,7 +22,7 @@ class KVLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, capacity: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.store = KVStore()
         self.capacity = capacity
 
@@ -65,14 +66,13 @@ class KVLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at `indices`."""
         if self.store.length:
-            self.store.take(indices.to(self.keys.device))
+            self.store.take(indices)
             self._refresh()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         if self.store.length:
-            rows = self.keys.new_ones(self.keys.shape[0]).nonzero()[:, 0].repeat_interleave(repeats)
-            self.batch_select_indices(rows)
+            self.batch_select_indices(torch.arange(len(self.store.rows.pad)).repeat_interleave(repeats))
 
     def _refresh(self) -> None:
         if self.store.length:
@@ -104,19 +104,20 @@ def adopt(cache: Any, config: Any, capacity: int = 0) -> DynamicCache:
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             ours = KVLayer(capacity)
-            if layer.is_initialized and layer.get_seq_length():
+            if layer.keys is not None and layer.values is not None and layer.get_seq_length():
                 ours.update(layer.keys, layer.values)
             cache.layers[i] = ours
         elif isinstance(layer, KVLayer):
             layer.capacity = max(layer.capacity, capacity)
         elif type(layer) is not DynamicSlidingWindowLayer:
-            raise TypeError(f"cache layer {i} is a {type(layer).__name__}: prehoc supports full and sliding-window layers")
+            raise TypeError(
+                f"cache layer {i} is a {type(layer).__name__}: prehoc supports full and sliding-window layers"
+            )
     return cache
 
 
 def fork(cache: Cache) -> DynamicCache:
     """Return an independent copy of a prehoc cache: prefill once, decode with several methods."""
-
     twin = DynamicCache()
     twin.layers, twin.layer_class_to_replicate = [], None
     for layer in cache.layers:

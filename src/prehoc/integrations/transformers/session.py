@@ -66,7 +66,9 @@ class Session:
         """Return what was read and what was missed since the session began (or since `reset`)."""
         size = getattr(self.method, "size", None)
         budget = size().describe(self._prompt) if size and self.plan.selector else ""
-        held = sum(x.store.nbytes for x in self._cache.layers if isinstance(x, KVLayer)) if self._cache is not None else 0
+        held = (
+            sum(x.store.nbytes for x in self._cache.layers if isinstance(x, KVLayer)) if self._cache is not None else 0
+        )
         return make_report(describe(self.method), budget, self.books, self._seed, held)
 
     def reset(self) -> None:
@@ -222,7 +224,7 @@ def describe(method: Method) -> str:
     return method.name + (":" + ",".join(pairs) if pairs else "")
 
 
-def _matrices(module: nn.Module) -> int:
+def _matrices(module: Any) -> int:
     return sum(p.numel() for p in module.parameters() if p.dim() >= 2)
 
 
@@ -267,7 +269,9 @@ def attach(
     check_version()
     chosen = parse_method(method, extra) if isinstance(method, str) else method
     if not hasattr(chosen, "plan"):
-        raise ValueError(f"method={method!r} is not a prehoc method; give for example prehoc.CPE(budget=1024) or 'cpe:budget=1024'")
+        raise ValueError(
+            f"method={method!r} is not a prehoc method; give for example prehoc.CPE(budget=1024) or 'cpe:budget=1024'"
+        )
     check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
     name = kernels.check_backend(default_backend() if backend is None else backend)
     plan = chosen.plan()

@@ -59,11 +59,16 @@ def supports(model: nn.Module, plan: Plan | None = None) -> Support:
         return Support(False, f"{name} is an encoder-decoder; prehoc supports decoder-only models")
     found = find_base(model)
     if found is None:
-        return Support(False, f"{name} has no decoder layers with self_attn.layer_idx (linear, hybrid or other attention)")
+        return Support(
+            False, f"{name} has no decoder layers with self_attn.layer_idx (linear, hybrid or other attention)"
+        )
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds - _KINDS:
-        return Support(False, f"{name} has layers of type {', '.join(sorted(kinds - _KINDS))}; full and sliding attention are supported")
+        return Support(
+            False,
+            f"{name} has layers of type {', '.join(sorted(kinds - _KINDS))}; full and sliding attention are supported",
+        )
     if getattr(text, "num_kv_shared_layers", 0):
         return Support(False, f"{name} shares keys and values between layers, which prehoc's cache layers do not model")
     if getattr(text, "attn_logit_softcapping", None) is not None:
@@ -71,6 +76,8 @@ def supports(model: nn.Module, plan: Plan | None = None) -> Support:
     if any(hasattr(layer.self_attn, "sinks") for layer in found[1]):
         return Support(False, f"{name} has learned attention sinks, which are not implemented")
     if plan is not None and plan.freeze is not None and plan.freeze.kv == "share" and "sliding_attention" in kinds:
-        return Support(False, f'{name} mixes sliding and full attention: kv="share" needs equal layers; use kv="project"')
+        return Support(
+            False, f'{name} mixes sliding and full attention: kv="share" needs equal layers; use kv="project"'
+        )
     full = len(found[1]) - sum(kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or [])
     return Support(True, f"{name}: {len(found[1])} layers, {full} with full attention")
