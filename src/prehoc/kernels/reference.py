@@ -112,7 +112,7 @@ def retrieve(
     Retrieval
     """
     n, (low, high) = k.shape[2], (min(start), max(start))
-    queries = group_queries(q, selection_heads, k.shape[1]).flatten(0, 1) * scale  # [B*Hs, G, D]
+    queries = group_queries(q, selection_heads, k.shape[1]).flatten(0, 1).float() * scale  # [B*Hs, G, D]
     group = queries.shape[1]
     tail = _logits(queries, k[:, :, low:], heads, selection_heads)  # [R, G, n - low]
     pairs = torch.arange(len(start) * selection_heads, device=q.device) if heads is None else heads

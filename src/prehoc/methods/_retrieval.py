@@ -119,7 +119,10 @@ def retrieve_lists(
     critical = per_row(middle.critical, row)
     if budget.mass is not None:
         critical = torch.minimum(_keys_for_mass(found, budget.mass), torch.as_tensor(critical, device=device))
-    limit = None if reserve is None else (critical - reserve) + budget.sink + budget.local
+    limit = None
+    if reserve is not None:  # of the stated total, whatever the mass asks for; sinks and local keys always fit
+        always = budget.sink + budget.local
+        limit = per_row(tuple(max(keys - reserve, 0) + always for keys in middle.critical), row)
     indices, lengths = ops.dilate(
         found.order,
         torch.tensor(step.rows.pad, device=device)[row, None],
@@ -130,7 +133,7 @@ def retrieve_lists(
         radius,
         critical // DILATE_SHARE if dilate is None else dilate,
         critical,
-        limit if limit is None or isinstance(limit, Tensor) else max(limit, budget.sink + budget.local),
+        limit,
         DILATE_SHARE if reserve is not None and dilate is None else None,
     )
     if device.type == "cpu":  # the host may look: drop the columns that no head needs

@@ -111,7 +111,7 @@ class CIS:
         )  # [B, H, D]; a zero query gives NaN: it never shares
         boundary = self._advance(state, step.columns)
         if "anchor" in state:
-            cosine = (unit * state["anchor"]).sum(-1).view(unit.shape[0], hs, -1).amin(-1)  # [B, Hs]
+            cosine = (unit * state["anchor"]).sum(-1).view(unit.shape[0], hs, -1).amin(-1).clamp_(max=1.0)  # [B, Hs]
             need = ~(cosine > self.tau) | (state["age"] < 0)
             if self.refresh == "rolling":
                 need |= state["age"] >= self.block_size
