@@ -80,8 +80,9 @@ class Report:
             f"keys read        {d.keys_read / d.triples:.1f} of {d.keys_visible / d.triples:.1f} per head and step "
             f"({d.keys_read / d.keys_visible:.1%})",
             f"bytes read       {d.bytes_read / 1e6:.1f} of {d.bytes_dense / 1e6:.1f} MB dense "
-            f"({d.bytes_read / d.bytes_dense:.1%}): scored {d.bytes_scored / 1e6:.1f}, keys and values {d.bytes_processed / 1e6:.1f}, "
-            f"indices {d.bytes_indices / 1e6:.1f}, anchors {d.bytes_anchors / 1e6:.1f}",
+            f"({d.bytes_read / d.bytes_dense:.1%}): scored {d.bytes_scored / 1e6:.1f}, "
+            f"keys and values {d.bytes_processed / 1e6:.1f}, indices {d.bytes_indices / 1e6:.1f}, "
+            f"anchors {d.bytes_anchors / 1e6:.1f}",
         ]
         if d.counted_triples:
             lines.append(

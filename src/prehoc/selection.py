@@ -48,11 +48,15 @@ class Selection:
         int32 ``[B, Hs]``, keys that count.
     full : bool
         True when the host knows that every length equals Kmax (no padding to mask).
+    keys, values : Tensor or None
+        ``[B, Hs, Kmax, D]`` copies of the selected rows, when the selector keeps them between retrievals.
     """
 
     indices: Tensor
     lengths: Tensor
     full: bool = False
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -81,8 +85,8 @@ class Step:
         Index of the layer.
     q : Tensor
         ``[B, H, D]`` queries after rotary embedding.
-    k : Tensor
-        ``[B, Hkv, n, D]`` keys, the newest included.
+    k, v : Tensor
+        ``[B, Hkv, n, D]`` keys and values, the newest included.
     scale : float
         Factor on q.k before the softmax.
     rows : Rows
@@ -97,6 +101,7 @@ class Step:
     layer: int
     q: Tensor
     k: Tensor
+    v: Tensor
     scale: float
     rows: Rows
     masked: tuple[int, ...]

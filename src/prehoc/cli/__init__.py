@@ -1,6 +1,6 @@
 """The command line: ``prehoc <command>``.
 
-A command is one module ``cli/<name>.py`` with a function ``command``, and one line in `COMMANDS`. Its module is
+A command is one module ``cli/<name>.py`` with a function ``command`` (or a typer ``app`` of several), and one line in `COMMANDS`. Its module is
 imported only when the command runs, so ``prehoc --help`` answers without importing torch.
 """
 
@@ -17,6 +17,9 @@ from prehoc.cli import _common
 
 COMMANDS = {
     "pull": "List the catalogue, or fetch a small real model.",
+    "generate": "Answer a question about a text file, reading few keys, and report what was missed.",
+    "trace": "Record what a method reads and misses while a real text is decoded.",
+    "bench": "Measure speed, dense beside every row.",
     "env": "Show versions, processor, compiler and folders.",
 }
 
@@ -31,6 +34,8 @@ class _Commands(TyperGroup):
         if ctx.meta.get("prehoc.listing"):
             return TyperCommand(cmd_name, help=COMMANDS[cmd_name])
         module = importlib.import_module(f"prehoc.cli.{cmd_name}")
+        if hasattr(module, "app"):  # a group of commands
+            return typer.main.get_command(module.app)
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(cmd_name)(module.command)
         return typer.main.get_command(single)

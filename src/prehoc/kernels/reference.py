@@ -245,12 +245,18 @@ def _pack(columns: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Return ``[B, Hs, K, D]``: rows of the cache view ``[B, Hkv, n, D]`` at int ``[B, Hs, K]`` (negative: column 0)."""
     b, hs, count = indices.shape
-    hkv, n, d = x.shape[1:]
-    heads = torch.arange(hs, device=x.device) // (hs // hkv)  # [Hs]
+    pairs = torch.arange(b * hs, device=x.device)
+    return gather_pairs(x, indices.flatten(0, 1), pairs, hs).view(b, hs, count, -1)
+
+
+def gather_pairs(x: Tensor, indices: Tensor, pairs: Tensor, selection_heads: int) -> Tensor:
+    """Return ``[R, K, D]``: rows of the cache view at int ``[R, K]``, for the flat (row, head) pairs int64 ``[R]``."""
+    b, hkv, n, d = x.shape
     per_row, per_head = x.stride(0) // d, x.stride(1) // d
-    base = (torch.arange(b, device=x.device)[:, None] * per_row + heads * per_head)[..., None]  # [B, Hs, 1]
+    row, head = pairs // selection_heads, pairs % selection_heads // (selection_heads // hkv)
+    base = (row * per_row + head * per_head)[:, None]  # [R, 1]
     flat = x.as_strided((per_row * (b - 1) + per_head * (hkv - 1) + n, d), (d, 1))  # the cache as one list of rows
-    return flat.index_select(0, (base + indices.clamp(min=0)).view(-1)).view(b, hs, count, d)
+    return flat.index_select(0, (base + indices.clamp(min=0)).view(-1)).view(*indices.shape, d)
 
 
 def decode_selected(
@@ -278,12 +284,37 @@ def decode_selected(
     Tensor
         ``[B, H, D]`` in the dtype of q.
     """
-    grouped = group_queries(q, indices.shape[1], k.shape[1])  # [B, Hs, G, D]
-    mask = None if full else (torch.arange(indices.shape[2], device=q.device) < lengths[..., None])[:, :, None]
-    out = F.scaled_dot_product_attention(
-        grouped, gather_rows(k, indices), gather_rows(v, indices), attn_mask=mask, scale=scale
-    )
-    return out.reshape(q.shape[0], q.shape[1], v.shape[-1])
+    return decode_compact(q, gather_rows(k, indices), gather_rows(v, indices), lengths, scale, full)
+
+
+def decode_compact(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, full: bool = False
+) -> Tensor:
+    """Attend to keys that were gathered already.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, H, D]``.
+    keys, values : Tensor
+        ``[B, Hs, K, D]``; behind a head's length they are finite and ignored.
+    lengths : Tensor
+        int32 ``[B, Hs]``.
+    scale : float
+        Factor on the logits.
+    full : bool
+        Every length is K.
+
+    Returns
+    -------
+    Tensor
+        ``[B, H, D]`` in the dtype of q.
+    """
+    b, hs, count, _ = keys.shape
+    mask = None if full else (torch.arange(count, device=q.device) < lengths[..., None])[:, :, None]
+    grouped = q.view(b, hs, q.shape[1] // hs, -1)  # [B, Hs, G, D]
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(b, q.shape[1], values.shape[-1])
 
 
 def decode_dense(

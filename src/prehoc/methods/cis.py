@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_choice, check_int, check_range
+from prehoc.methods import _compact
 from prehoc.methods._retrieval import Middle, as_selection, cover, retrieve_lists
 from prehoc.selection import Decision, Plan, State, Step
 
@@ -106,10 +107,9 @@ class CIS:
             return Decision(None, counted=middle.counted)
         hs, device, cpu = middle.heads, step.q.device, step.q.device.type == "cpu"
         q = step.q.float()
-        unit = q / torch.linalg.vector_norm(
-            q, dim=-1, keepdim=True
-        )  # [B, H, D]; a zero query gives NaN: it never shares
-        boundary = self._advance(state, step.columns)
+        norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
+        unit = q / norm  # [B, H, D]; a zero query gives NaN: it never shares
+        boundary = self._advance(step, state)
         if "anchor" in state:
             cosine = (unit * state["anchor"]).sum(-1).view(unit.shape[0], hs, -1).amin(-1).clamp_(max=1.0)  # [B, Hs]
             need = ~(cosine > self.tau) | (state["age"] < 0)
@@ -128,14 +128,19 @@ class CIS:
             reserve = self._growth if self.matched else None
             lists = retrieve_lists(step, middle, chosen, self.size(), self.dilate, self.radius, reserve)
             today = self._store(state, lists, unit, need, chosen, boundary)
+            if cpu and self.refresh == "rolling" and self.local_window == "frozen":
+                _compact.refill(state, step, chosen, lists[0])
         indices, lengths = today or (state["indices"], state["lengths"])
         if not all(middle.counted):
             state["age"].masked_fill_(~torch.tensor(middle.counted, device=device)[:, None], -1)
             indices, lengths = cover(indices, lengths, step, middle, self.sink)
         selection = as_selection(indices, lengths)
+        if "keys" in state and all(middle.counted):
+            longest = selection.indices.shape[2]
+            selection.keys, selection.values = state["keys"][:, :, :longest], state["values"][:, :, :longest]
         return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True)
 
-    def _advance(self, state: State, columns: int) -> bool:
+    def _advance(self, step: Step, state: State) -> bool:
         """Let every stored list follow the newest token; return whether a block of ``refresh="block"`` starts."""
         state["step"] = state.get("step", -1) + 1
         if "indices" in state:
@@ -143,8 +148,11 @@ class CIS:
             state["age"] += state["age"] >= 0
             if self.local_window == "frozen":  # append; a list past its block is replaced below, so it may overwrite
                 last = indices.shape[2] - 1
-                indices.scatter_(2, lengths.long().clamp(max=last)[..., None], columns - 1)
+                slots = lengths.long().clamp(max=last)[..., None]
+                indices.scatter_(2, slots, step.columns - 1)
                 lengths.add_(1).clamp_(max=last + 1)
+                if "keys" in state:
+                    _compact.append(state, step, slots)
             else:  # the last `local` entries are consecutive columns: all move on by one
                 at = torch.arange(indices.shape[2], device=indices.device)
                 indices += (at < lengths[..., None]) & (at >= lengths[..., None] - self.local)

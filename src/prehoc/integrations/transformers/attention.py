@@ -145,11 +145,8 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
     if fwd.stopwatch:
         fwd.stopwatch.lap("rest")
     masked = fwd.masked(layer)
-    step = Step(layer, one, k, scale, fwd.rows, masked, fwd.backend)
-    if fwd.plan.selector is not None:
-        decision = fwd.plan.selector.decide(step, holder.store.state)
-    else:
-        decision = Decision(None)
+    step = Step(layer, one, k, v, scale, fwd.rows, masked, fwd.backend)
+    decision = fwd.plan.selector.decide(step, holder.store.state) if fwd.plan.selector is not None else Decision(None)
     if decision.selection is None and any(masked):
         assert fwd.plan.window is not None
         starts = tuple(pad + hide for pad, hide in zip(fwd.rows.pad, masked, strict=True))
@@ -164,7 +161,9 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
     if fwd.stopwatch:
         fwd.stopwatch.lap("rest")
     chosen = None if fwd.observe else decision.selection
-    if isinstance(chosen, Selection):
+    if isinstance(chosen, Selection) and chosen.keys is not None and chosen.values is not None:
+        out = ops.decode_compact(one, chosen.keys, chosen.values, chosen.lengths, scale, chosen.full)
+    elif isinstance(chosen, Selection):
         out = ops.decode_selected(one, k, v, chosen.indices, chosen.lengths, scale, chosen.full)
     elif isinstance(chosen, Window):
         out = ops.decode_dense(one, k, v, fwd.rows.pad, chosen.sink, chosen.start, scale)

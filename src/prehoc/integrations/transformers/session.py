@@ -177,10 +177,7 @@ def _rows(cache: Any, past: int, tokens: int, rows: int, mask: Any, call: Any) -
     if known and not in_prompt:
         assert stored is not None
         return stored
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        pad = left_padding(mask[:, : past + tokens], rows)
-    else:
-        pad = (0,) * rows
+    pad = left_padding(mask[:, : past + tokens], rows) if isinstance(mask, Tensor) and mask.dim() == 2 else (0,) * rows
     if call is not None and call.pad is not None:
         repeat = max(rows // len(call.pad), 1)
         pad = tuple(p for p in call.pad for _ in range(repeat))

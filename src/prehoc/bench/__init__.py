@@ -1,0 +1,1 @@
+"""Benchmarks whose numbers can be trusted: interleaved rounds, medians, dense at its best beside every row."""

@@ -1,0 +1,189 @@
+"""``prehoc bench decode``: time per decode step on real text, stock transformers, our dense and the methods interleaved."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import prehoc
+from prehoc.books import Books, Stopwatch
+from prehoc.integrations.transformers.compat import cache_key, output_cache
+from prehoc.integrations.transformers.session import attach
+from prehoc.methods import parse_method
+
+STOCK = "sdpa"
+
+
+@dataclasses.dataclass
+class System:
+    """One row of the benchmark: a way to decode, with its own cache and its measurements.
+
+    Attributes
+    ----------
+    name : str
+        ``sdpa`` for the stock model, else a method string.
+    prefill : list of float
+        Seconds of the prompt, one per prefill.
+    steps : list of float
+        Seconds of every timed decode step.
+    parts : dict
+        Seconds of attention, selection and rest, summed over the instrumented steps.
+    """
+
+    name: str
+    cache: Any = None
+    prefill: list[float] = dataclasses.field(default_factory=list)
+    steps: list[float] = dataclasses.field(default_factory=list)
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    part_steps: int = 0
+    books: Books = dataclasses.field(default_factory=Books)
+
+
+def bench_decode(
+    model: Any,
+    token_ids: Tensor,
+    context: int,
+    methods: list[str],
+    rounds: int = 6,
+    steps: int = 16,
+    batch: int = 1,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> list[dict[str, Any]]:
+    """Measure one context length and return one row a system.
+
+    Every system prefills the same text itself, then all decode the text's own next tokens in interleaved rounds: in each
+    round every system runs `steps` steps, in an order that rotates. The first round warms up; the last is run once with the
+    parts of a step timed, and once audited, neither of which enters the step times.
+
+    Parameters
+    ----------
+    model : Module
+        A transformers model.
+    token_ids : Tensor
+        int64 ``[1, n]`` with at least ``context + (rounds + 2) * steps`` tokens.
+    context : int
+        Tokens of the prompt.
+    methods : list of str
+        Methods to compare; the stock model and ``dense`` are always measured.
+    rounds, steps : int
+        Timed rounds, after one of warm-up, and decode steps in each.
+    batch : int
+        Copies of the text decoded together.
+    seed : int
+        Seed of the audit.
+    progress : callable
+        Called with (stage, done, total).
+
+    Returns
+    -------
+    list of dict
+        One row a system; times in milliseconds, bytes per step.
+
+    Raises
+    ------
+    ValueError
+        When the text is too short, or an unknown method is named.
+    """
+    for method in methods:
+        parse_method(method)
+    need = context + (rounds + 3) * steps
+    if token_ids.shape[1] < need:
+        raise ValueError(
+            f"the text has {token_ids.shape[1]} tokens but context {context} and {rounds} rounds of {steps} steps need {need}; "
+            "give a longer text, or fewer rounds"
+        )
+    ids = token_ids[:, :need].expand(batch, -1)
+    systems = [System(name) for name in dict.fromkeys([STOCK, "dense", *methods])]
+    with torch.inference_mode():
+        for number, system in enumerate(systems):
+            progress(f"prefill of {context} tokens", number, len(systems))
+            _prefill(model, system, ids[:, :context], need)
+        for turn in range(rounds + 3):
+            progress(f"decode at {context} tokens", turn, rounds + 3)
+            span = ids[:, context + turn * steps : context + (turn + 1) * steps]
+            shift = turn % len(systems)
+            for system in systems[shift:] + systems[:shift]:
+                kind = {0: "warm", rounds + 1: "parts", rounds + 2: "audit"}.get(turn, "timed")
+                _decode(model, system, span, kind, seed)
+    return [_row(system, context, batch) for system in systems]
+
+
+def _prefill(model: Any, system: System, ids: Tensor, capacity: int) -> None:
+    if system.name == STOCK:
+        begin = time.perf_counter()
+        system.cache = output_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
+        system.prefill.append(time.perf_counter() - begin)
+        return
+    with prehoc.sparsify(model, system.name, audit=0) as session:
+        session.books = system.books
+        cache = session.new_cache(capacity)
+        begin = time.perf_counter()
+        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_key({}, model.model): cache})
+        system.prefill.append(time.perf_counter() - begin)
+        system.cache = cache
+
+
+def _decode(model: Any, system: System, ids: Tensor, kind: str, seed: int) -> None:
+    session = (
+        None if system.name == STOCK else attach(model, system.name, audit=0.05 if kind == "audit" else 0, seed=seed)
+    )
+    try:
+        if session is not None:
+            session.books = system.books
+            session.stopwatch = Stopwatch(ids.device) if kind == "parts" else None
+        for i in range(ids.shape[1]):
+            begin = time.perf_counter()
+            model(input_ids=ids[:, i : i + 1], use_cache=True, **{cache_key({}, model.model): system.cache})
+            if ids.device.type == "cuda":
+                torch.cuda.synchronize(ids.device)
+            if kind == "timed":
+                system.steps.append(time.perf_counter() - begin)
+        if session is not None and session.stopwatch is not None:
+            system.parts, system.part_steps = session.stopwatch.seconds, ids.shape[1]
+    finally:
+        if session is not None:
+            session.detach()
+
+
+def _row(system: System, context: int, batch: int) -> dict[str, Any]:
+    times = sorted(system.steps)
+    row: dict[str, Any] = {
+        "system": system.name,
+        "context": context,
+        "batch": batch,
+        "prefill_seconds": system.prefill[0],
+        "step_ms": statistics.median(times) * 1e3,
+        "step_ms_10": times[len(times) // 10] * 1e3,
+        "step_ms_90": times[-1 - len(times) // 10] * 1e3,
+        "steps": len(times),
+    }
+    if system.name == STOCK:
+        return row
+    books = system.books
+    books.flush()
+    traffic = books.traffic
+    row |= {
+        f"{part}_ms": system.parts.get(part, 0.0) / system.part_steps * 1e3
+        for part in ("attention", "selection", "rest")
+    }
+    masses = books.audited()
+    row |= {
+        "keys_per_head": traffic.keys_read / traffic.triples,
+        "visible_per_head": traffic.keys_visible / traffic.triples,
+        "bytes_per_step": traffic.bytes_read / traffic.steps,
+        "dense_bytes_per_step": traffic.bytes_dense / traffic.steps,
+        "retrieval_ratio": traffic.retrieval_ratio if traffic.counted_triples else None,
+        "retained_mass": float(masses.mean()) if masses.numel() else None,
+        "audited": masses.numel(),
+        "prefill_operations": books.prefill.operations,
+        "prefill_operations_dense": books.prefill.operations_dense,
+        "cache_bytes": sum(layer.store.nbytes for layer in system.cache.layers if hasattr(layer, "store")),
+    }
+    return row

@@ -1,0 +1,21 @@
+"""The yardstick: how fast this machine reads memory, measured in the same run."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+def stream_bandwidth(gib: float = 1.0, repeats: int = 10) -> float:
+    """Return the best read bandwidth in bytes per second over `repeats` sums of a buffer of `gib` GiB (torch's threads).
+
+    A reduction reads every byte once and writes nothing; the buffer is larger than the caches of one core by far.
+    """
+    buffer = torch.ones(int(gib * 2**30) // 4)
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        buffer.sum()
+        best = min(best, time.perf_counter() - begin)
+    return buffer.numel() * 4 / best

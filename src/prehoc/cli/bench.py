@@ -1,0 +1,161 @@
+"""``prehoc bench``: measurements of speed, each with its dense baseline, its machine and its command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prehoc.cli import _common
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Measure speed.")
+
+
+@app.callback()
+def _group() -> None:
+    """Measure speed, dense beside every row."""
+
+
+@app.command()
+def decode(
+    model: _common.Model = "smollm2-135m-instruct",
+    text_file: Annotated[
+        Path | None, typer.Option(help="Text to read; a module of Python's library if not given.")
+    ] = None,
+    context: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "500,8000",
+    methods: Annotated[str, typer.Option(help="Methods, separated by spaces; sdpa and dense are always there.")] = (
+        "cis:budget=1024 cpe:budget=1024"
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each system in a round.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Copies of the text decoded together.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document here too.")] = None,
+    dtype: _common.Dtype = "float32",
+    threads: _common.Threads = None,
+    seed: _common.Seed = 0,
+    as_json: _common.Json = False,
+) -> None:
+    """Time a decode step: stock transformers (sdpa, dynamic cache), our dense and the methods, interleaved."""
+    lengths = _lengths(context)
+    source, content = _text(text_file)
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"the folder of --out {out} does not exist; create it first")
+    import torch
+
+    from prehoc import models, provenance
+    from prehoc.bench.decode import bench_decode
+    from prehoc.bench.stream import stream_bandwidth
+    from prehoc.methods import parse_method
+
+    chosen = methods.split()
+    for method in chosen:
+        parse_method(method)
+    _common.setup(threads, seed)
+    net, tokenizer = models.load(model, dtype=dtype)
+    limit = net.config.get_text_config(decoder=True).max_position_embeddings
+    longest = max(lengths) + (rounds + 3) * steps
+    if longest > limit:
+        raise ValueError(
+            f"context {max(lengths)} and {rounds + 3} rounds of {steps} steps need {longest} of {limit} positions"
+        )
+    ids = torch.tensor([tokenizer(content, verbose=False).input_ids[:longest]])
+    with _common.progress() as report:
+        report("memory bandwidth", 0, 0)
+        stream = stream_bandwidth()
+        rows = [
+            row
+            for length in lengths
+            for row in bench_decode(net, ids, length, chosen, rounds, steps, batch, seed, report)
+        ]
+    document = {
+        "benchmark": "decode",
+        "model": model,
+        "dtype": dtype,
+        "text": source,
+        "stream_bytes_per_second": stream,
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "command": provenance.command(),
+        "rows": rows,
+    }
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    if as_json:
+        _common.emit_json(document)
+    else:
+        _print(rows, stream)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--context {text!r} is not a list of numbers; write for example 500,8000") from None
+    if min(lengths) < 1:
+        raise ValueError(f"--context {text!r} has a length below 1")
+    return lengths
+
+
+def _text(path: Path | None) -> tuple[dict[str, Any], str]:
+    from prehoc import provenance
+
+    if path is None:
+        import argparse
+
+        path = Path(argparse.__file__)  # long, and on every machine
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--text-file {path}: {error.strerror}; give a readable text file") from None
+    return provenance.describe_text(path, content), content.decode("utf-8", errors="replace")
+
+
+def _print(rows: list[dict[str, Any]], stream: float) -> None:
+    console = Console()
+    for length in dict.fromkeys(row["context"] for row in rows):
+        here = {row["system"]: row for row in rows if row["context"] == length}
+        table = Table(title=f"decode step at {length} tokens, median ms; stream {stream / 1e9:.1f} GB/s")
+        columns = (
+            "ms",
+            "10-90 %",
+            "attention",
+            "selection",
+            "rest",
+            "x sdpa",
+            "x dense",
+            "keys",
+            "MB read",
+            "GB/s",
+            "rho",
+            "mass",
+        )
+        table.add_column("system")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for name, row in here.items():
+            table.add_row(name, *_cells(row, here["sdpa"]["step_ms"], here["dense"]["step_ms"]))
+        console.print(table)
+
+
+def _cells(row: dict[str, Any], stock: float, dense: float) -> list[str]:
+    cells = [f"{row['step_ms']:.1f}", f"{row['step_ms_10']:.1f}-{row['step_ms_90']:.1f}"]
+    timed = "attention_ms" in row
+    cells += [f"{row[f'{part}_ms']:.1f}" if timed else "" for part in ("attention", "selection", "rest")]
+    cells += [f"{stock / row['step_ms']:.2f}", f"{dense / row['step_ms']:.2f}"]
+    if not timed:
+        return cells + [""] * 5
+    seconds = (row["attention_ms"] + row["selection_ms"]) / 1e3
+    rate = row["bytes_per_step"] / seconds / 1e9
+    rho, mass = row["retrieval_ratio"], row["retained_mass"]
+    return [
+        *cells,
+        f"{row['keys_per_head']:.0f}",
+        f"{row['bytes_per_step'] / 1e6:.1f}",
+        f"{rate:.1f}",
+        "" if rho is None else f"{rho:.2f}",
+        "" if mass is None else f"{mass:.3f}",
+    ]
