@@ -1,0 +1,1 @@
+"""What methods cost in quality, measured on real texts."""
