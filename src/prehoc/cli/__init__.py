@@ -1,7 +1,7 @@
 """The command line: ``prehoc <command>``.
 
-A command is one module ``cli/<name>.py`` with a function ``command`` (or a typer ``app`` of several), and one line in `COMMANDS`. Its module is
-imported only when the command runs, so ``prehoc --help`` answers without importing torch.
+A command is one module ``cli/<name>.py`` with a function ``command`` (or a typer ``app`` of several), and one line in
+`COMMANDS`. Its module is imported only when the command runs, so ``prehoc --help`` answers without importing torch.
 """
 
 from __future__ import annotations
