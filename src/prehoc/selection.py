@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -190,7 +190,7 @@ class Plan:
 class Method(Protocol):
     """A method's configuration: a frozen dataclass with a registered name."""
 
-    name: str
+    name: ClassVar[str]
 
     def plan(self) -> Plan:
         """Return what the engine must do."""

@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "Answer a question about a text file, reading few keys, and report what was missed.",
     "trace": "Record what a method reads and misses while a real text is decoded.",
     "bench": "Measure speed, dense beside every row.",
+    "tune": "Choose settings by measurement.",
     "env": "Show versions, processor, compiler and folders.",
 }
 

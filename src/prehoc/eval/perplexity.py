@@ -236,7 +236,7 @@ def t_quantile(freedom: int, upper: float = 0.975) -> float:
 
     def below(x: float, pieces: int = 2000) -> float:
         h = x / pieces
-        y = [scale * (1 + (i * h) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(pieces + 1)]
+        y: list[float] = [scale * (1 + (i * h) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(pieces + 1)]
         return 0.5 + h / 3 * (y[0] + y[-1] + 4 * sum(y[1:-1:2]) + 2 * sum(y[2:-1:2]))
 
     low, high = 0.0, 100.0

@@ -1,4 +1,4 @@
-"""A sweep over prefill settings that can be interrupted, and the coordinate search that picks one of them."""
+"""A sweep over the prefill settings of PSAW and ETF that can be interrupted and loses nothing that was finished."""
 
 from __future__ import annotations
 
@@ -14,21 +14,14 @@ from torch import Tensor, nn
 
 from prehoc.eval.perplexity import Change, Measured, check_lengths, measure, paired_change, start_layer
 from prehoc.eval.prefix import DensePrefix
+from prehoc.eval.windows import Windows
 from prehoc.methods import CPE, ETF, PSAW, Dense
 from prehoc.selection import Method
 
 Report = Callable[[str, int, int], None]
 
-# most pruning first: the search takes the first value of a coordinate that is good enough
-GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
-    "psaw": {"start_layer": (0.5, 0.67, 0.75, 0.83, 0.9), "phi": (0.1, 0.3, 0.5, 0.7), "alpha": (3.0, 1.5, 1.0)},
-    "etf": {"start_layer": (0.5, 0.67, 0.75, 0.83, 0.9), "psi": (0.1, 0.3, 0.5, 0.7), "gamma": (3.0, 1.5, 1.0)},
-}
-# the paper's own settings, where the search begins
-PAPER: dict[str, Method] = {
-    "psaw": PSAW(phi=0.7, alpha=1.5, start_layer=0.5),
-    "etf": ETF(psi=0.5, gamma=1.0, start_layer=0.5),
-}
+# start layers whose dense part is kept: those of the search
+STARTS = (0.5, 0.67, 0.75, 0.83, 0.9)
 _BOTH = ("parts", "phi", "alpha", "psaw_start_layer", "psi", "gamma", "etf_start_layer", "kv", "sink", "local")
 
 
@@ -43,7 +36,7 @@ def spell(method: Method) -> str:
         )
         keys: Sequence[str] = _BOTH
     elif isinstance(method, (PSAW, ETF, Dense)):
-        keys = [field.name for field in dataclasses.fields(method)]  # type: ignore[arg-type]
+        keys = [field.name for field in dataclasses.fields(method)]
     else:
         raise ValueError(
             f"method {method.name!r} does not prune a prefill; give dense, psaw, etf or cpe:parts=psaw+etf"
@@ -67,58 +60,6 @@ def both(psaw: PSAW, etf: ETF) -> CPE:
         sink=psaw.sink,
         local=psaw.local,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """Windows of texts, all of one length.
-
-    Attributes
-    ----------
-    tokens : Tensor
-        int64 ``[n, W]``.
-    places : tuple of (str, int)
-        Per window, the file's name and the number of its first token in the text.
-    digests : dict
-        SHA-256 per file name.
-    """
-
-    tokens: Tensor
-    places: tuple[tuple[str, int], ...]
-    digests: dict[str, str]
-
-
-def cut_windows(tokenizer: Any, files: Sequence[Path], count: int, length: int) -> Windows:
-    """Cut `count` windows of `length` tokens, evenly spread and apart from each other, equally many from each file.
-
-    Each window begins with the special tokens that the tokenizer itself puts in front of a text.
-
-    Raises
-    ------
-    ValueError
-        When a file is missing, empty or too short, or the windows do not divide among the files.
-    """
-    if count < 1 or count % len(files):
-        raise ValueError(f"windows={count} cannot be shared equally by {len(files)} text files; give a multiple")
-    special = list(tokenizer("")["input_ids"])
-    body, each = length - len(special), count // len(files)
-    rows, places, digests = [], [], {}
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"there is no text file {str(file)!r}; give an existing one")
-        raw = file.read_bytes()
-        digests[file.name] = hashlib.sha256(raw).hexdigest()
-        ids = tokenizer(raw.decode("utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) < each * body:
-            raise ValueError(
-                f"{file.name} has {len(ids)} tokens, too short for {each} windows of {length}: give a longer text, fewer "
-                "windows or a shorter window"
-            )
-        for i in range(each):
-            begin = (len(ids) - body) * i // max(each - 1, 1)
-            rows.append(special + ids[begin : begin + body])
-            places.append((file.name, begin))
-    return Windows(torch.tensor(rows), tuple(places), digests)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +130,7 @@ class Sweep:
         facts = [name, precision, digest, continuation, batch, block]
         self._run = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         self._done = _read(part, self._run)
-        grid = {value for axes in GRIDS.values() for value in axes["start_layer"]}
-        starts = {start_layer(model, PSAW(start_layer=value)) for value in grid}
+        starts = {start_layer(model, PSAW(start_layer=value)) for value in STARTS}
         self._starts = {start for start in starts if start is not None}
         self._prefixes: list[DensePrefix | None] = [
             DensePrefix(model, self._starts) if share else None for _ in self._batches
@@ -204,6 +144,12 @@ class Sweep:
         if measured.window_nll is not None and dense.window_nll is not None:
             window = paired_change(measured.window_nll, dense.window_nll)
         return Row(method, measured, paired_change(measured.continuation_nll, dense.continuation_nll), window)
+
+    def finished(self) -> list[str]:
+        """Return the settings that were measured on every batch, in the order they were finished."""
+        count = len(self._batches)
+        names = list(dict.fromkeys(name for name, _ in self._done))
+        return [name for name in names if all((name, i) in self._done for i in range(count))]
 
     def _measure(self, method: Method) -> Measured:
         name = spell(method)
@@ -246,49 +192,6 @@ class Sweep:
             file.write(json.dumps({"run": self._run, "method": name, "batch": i, **rounded}) + "\n")
         self.measured_batches += 1
         return _measured(rounded)
-
-
-def coordinate_search(
-    evaluate: Callable[[Method], Row], start: Method, grid: Mapping[str, Sequence[float]], limit: float, rounds: int = 2
-) -> tuple[Method, bool]:
-    """Return the setting that prunes most with the upper end of its interval within `limit`, one coordinate at a time.
-
-    Each coordinate takes the first value of its grid, ordered from most pruning to least, that is good enough; where none
-    is, the last. The rounds end when nothing changes.
-
-    Parameters
-    ----------
-    evaluate : callable
-        Measures one setting.
-    start : Method
-        Where to begin.
-    grid : mapping
-        Values per coordinate, most pruning first.
-    limit : float
-        Largest upper end of the interval of the relative change of continuation perplexity.
-    rounds : int
-        Most passes over all coordinates.
-
-    Returns
-    -------
-    method : Method
-        The setting.
-    good : bool
-        Whether it is within the limit.
-    """
-    current, good = start, False
-    for _ in range(rounds):
-        before = current
-        for key, values in grid.items():
-            for value in values:
-                candidate = dataclasses.replace(current, **{key: value})  # type: ignore[type-var]
-                found = evaluate(candidate).continuation.high <= limit
-                if found or (not good and value == values[-1]):
-                    current, good = candidate, found
-                    break
-        if current == before:
-            break
-    return current, good
 
 
 def _round(values: Sequence[float]) -> list[float]:

@@ -1,0 +1,19 @@
+"""``prehoc tune``: choose settings by measurement."""
+
+from __future__ import annotations
+
+import typer
+
+from prehoc.cli import tune_prefill
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Choose settings by measurement."
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Choose settings by measurement, dense beside every row."""
+
+
+app.command("prefill")(tune_prefill.command)
