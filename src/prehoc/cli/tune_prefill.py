@@ -97,6 +97,8 @@ def command(
         "windows": windows,
         "window": window,
         "continuation": continuation,
+        "block": block,
+        "batch": batch,
         "limit": limit,
         "texts": cut.texts,
         "places": cut.places,
