@@ -259,7 +259,7 @@ class Walk:
                 q = torch.where(change, normal(*q.shape), q)
             n = self.prompt + i + 1
             masked = tuple(self.masked(n - p) for p in self.pads)
-            yield Step(0, q.to(self.dtype), k[:, :, :n], self.scale, self.rows, masked, "reference")
+            yield Step(0, q.to(self.dtype), k[:, :, :n], k[:, :, :n], self.scale, self.rows, masked, "reference")
 
 
 def window(share: float, local: int) -> Callable[[int], int]:
@@ -515,6 +515,7 @@ def test_padded_rows_equal_the_rows_alone(keys: dict[str, Any], seed: int, share
                 0,
                 step.q[row : row + 1],
                 step.k[row : row + 1, :, pad:],
+                step.v[row : row + 1, :, pad:],
                 step.scale,
                 Rows((0,), (step.rows.prompt[row],)),
                 step.masked[row : row + 1],
