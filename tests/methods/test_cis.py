@@ -528,9 +528,7 @@ def test_padded_rows_equal_the_rows_alone(keys: dict[str, Any], seed: int, share
             assert isinstance(together.selection, Selection)
             rows = as_sets(together.selection, pads, step.columns)[row]
             if single.selection is None:
-                visible = {
-                    j for j in range(pad, step.columns) if j - pad < cis.sink or j - pad >= step.masked[row]
-                }
+                visible = {j for j in range(pad, step.columns) if j - pad < cis.sink or j - pad >= step.masked[row]}
                 assert all(head == visible for head in rows)
                 continue
             assert isinstance(single.selection, Selection)
@@ -545,6 +543,7 @@ def take(step: Step, index: torch.Tensor) -> Step:
         step,
         q=step.q[index],
         k=step.k[index],
+        v=step.v[index],
         rows=step.rows.take(index),
         masked=tuple(step.masked[i] for i in index.tolist()),
     )
@@ -707,7 +706,8 @@ def test_16_bit_queries_and_keys_are_scored_in_float32(dtype: torch.dtype) -> No
     for scale in (0.25, 64**-0.5 * 1.1, 80**-0.5):
         for granularity in ("kv_head", "query_head"):
             simulator = simulate(
-                CIS(**{**BASE, "granularity": granularity}), Walk(dtype=dtype, seed=40, scale=scale, d=80, pad=(0, 3, 20))
+                CIS(**{**BASE, "granularity": granularity}),
+                Walk(dtype=dtype, seed=40, scale=scale, d=80, pad=(0, 3, 20)),
             )
             assert simulator.excused <= 0.02 * simulator.compared
 

@@ -116,6 +116,8 @@ def _text(path: Path | None) -> tuple[dict[str, Any], str]:
 
 def _print(rows: list[dict[str, Any]], stream: float) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)  # a log file has no width of its own
     for length in dict.fromkeys(row["context"] for row in rows):
         here = {row["system"]: row for row in rows if row["context"] == length}
         table = Table(title=f"decode step at {length} tokens, median ms; stream {stream / 1e9:.1f} GB/s")

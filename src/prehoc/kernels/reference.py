@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,7 +63,13 @@ def ranked(score: Tensor, k: int) -> Tensor:
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     m = score.shape[-1]
     key = (ordered << 32) | torch.arange(m - 1, -1, -1, device=score.device)
-    return torch.topk(key, k, dim=-1).indices
+    if key.device.type != "cpu":
+        return torch.topk(key, k, dim=-1).indices
+    best = np.partition(key.numpy(), m - k)[
+        :, m - k :
+    ]  # keys are unique, and numpy selects with SIMD where torch does not
+    best.sort()
+    return torch.from_numpy(m - 1 - (best[:, ::-1] & 0xFFFFFFFF))
 
 
 def retrieve(
@@ -196,67 +203,59 @@ def dilate(
     """
     r, k = order.shape
     device = order.device
-    rank = torch.arange(1, k + 1, device=device).expand(r, k)  # the k' from which on a key belongs
-    near_rank = rank if per_best is None else rank * per_best
-    keys = torch.where((order >= 0) & (rank <= critical), order, _FAR)
-    parts, ranks = [keys], [rank]
-    dilated = int(best) if isinstance(best, int) else k
+    rank = torch.arange(1, k + 1, dtype=torch.int32, device=device).expand(r, k)
+    # entry: the number of critical keys from which on a column belongs; the spare column n takes what belongs nowhere
+    entry = torch.full((r, columns + 1), _FAR, dtype=torch.int32, device=device)
+    entry.scatter_(1, torch.where(order >= 0, order, columns), rank)
+    dilated = min(best, k) if isinstance(best, int) else k
     if radius and dilated:
-        offsets = torch.tensor([o for o in range(-radius, radius + 1) if o], device=device)
-        near = (order[:, :dilated, None] + offsets).flatten(1)  # [R, m * 2r]
-        at = near_rank[:, :dilated, None].expand(-1, -1, offsets.numel()).flatten(1)
-        source = keys[:, :dilated, None].expand(-1, -1, offsets.numel()).flatten(1)
-        inside = (source != _FAR) & (near >= start) & (near < columns - local)
+        source, near_rank = order[:, :dilated], rank[:, :dilated] * (per_best or 1)
+        eligible = source >= 0
         if not isinstance(best, int):
-            inside &= (rank[:, :, None] <= best[..., None]).expand(-1, -1, offsets.numel()).flatten(1)
-        parts.append(torch.where(inside, near, _FAR))
-        ranks.append(at)
-    always = [
-        first + torch.arange(sink, device=device),
-        torch.arange(columns - local, columns, device=device).expand(r, -1),
-    ]
-    if limit is None:
-        candidates, _ = torch.cat([*parts, *always], 1).to(torch.int32).sort(1)
-        keep = candidates != _FAR
-    else:
-        packed = torch.cat([*parts, *always], 1).to(torch.int64) << 32
-        packed |= torch.cat([*ranks, torch.zeros((r, sink + local), dtype=torch.int64, device=device)], 1)
-        packed, _ = packed.sort(1)  # by column, then by the k' that brings it in
-        candidates = (packed >> 32).to(torch.int32)
-        entry = torch.where(candidates == _FAR, _FAR, packed & 0xFFFFFFFF)
-        entry[:, 1:][candidates[:, 1:] == candidates[:, :-1]] = _FAR  # only the earliest entry of a column counts
-        at_limit = torch.as_tensor(limit, device=device).clamp(max=entry.shape[1] - 1).expand(r, 1)
-        fits = at_limit < torch.as_tensor(limit, device=device)  # more room than candidates
-        allowed = entry.sort(1).values.gather(1, at_limit) - 1  # the largest k' with at most `limit` keys
-        keep = (entry != _FAR) & ((entry <= allowed) | fits)
-    keep[:, 1:] &= candidates[:, 1:] != candidates[:, :-1]
-    return _pack(candidates, keep)
+            eligible &= rank[:, :dilated] <= best
+        for offset in (o for o in range(-radius, radius + 1) if o):
+            near = source + offset
+            inside = eligible & (near >= start) & (near < columns - local)
+            entry.scatter_reduce_(1, torch.where(inside, near, columns), near_rank, "amin")
+    entry[:, columns - local :] = 0
+    entry[:, columns] = _FAR
+    if sink:
+        entry.scatter_(1, first + torch.arange(sink, device=device), 0)
+    allowed = critical
+    if limit is not None:  # the largest k' whose keys fit: count the columns that each k' brings in
+        arrivals = torch.zeros((r, k + 2), dtype=torch.int64, device=device)
+        arrivals.scatter_add_(1, entry.clamp(max=k + 1).long(), torch.ones_like(entry, dtype=torch.int64))
+        fits = (arrivals.cumsum(1)[:, 1 : k + 1] <= limit).sum(1, keepdim=True)
+        allowed = torch.minimum(fits, torch.as_tensor(critical, device=device))
+    width = min(columns, sink + local + k + 2 * radius * dilated)
+    return _pack(entry[:, :columns] <= allowed, width)
 
 
-def _pack(columns: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the kept entries of int32 ``[R, K]`` to the front of each row; the rest becomes -1."""
-    place = keep.cumsum(1)
-    lengths = place[:, -1].to(torch.int32)
-    out = columns.new_full((columns.shape[0], columns.shape[1] + 1), -1)
-    out.scatter_(1, torch.where(keep, place - 1, columns.shape[1]), columns)
-    return out[:, :-1], lengths
+def _pack(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the columns kept in bool ``[R, n]`` as ascending lists int32 ``[R, width]``, -1 behind, and their lengths."""
+    if keep.device.type == "cpu":  # the host may look
+        found = [np.flatnonzero(row) for row in keep.numpy()]
+        lengths = np.array([len(row) for row in found], dtype=np.int32)
+        lists = np.full((len(found), max(lengths)), -1, dtype=np.int32)
+        for row, columns in zip(lists, found, strict=True):
+            row[: len(columns)] = columns
+        return torch.from_numpy(lists), torch.from_numpy(lengths)
+    place = keep.cumsum(1, dtype=torch.int32)
+    out = place.new_full((keep.shape[0], width + 1), -1)
+    numbers = torch.arange(keep.shape[1], dtype=torch.int32, device=keep.device).expand_as(place)
+    out.scatter_(1, torch.where(keep, place - 1, width).long(), numbers)
+    return out[:, :width], place[:, -1]
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Return ``[B, Hs, K, D]``: rows of the cache view ``[B, Hkv, n, D]`` at int ``[B, Hs, K]`` (negative: column 0)."""
     b, hs, count = indices.shape
-    pairs = torch.arange(b * hs, device=x.device)
-    return gather_pairs(x, indices.flatten(0, 1), pairs, hs).view(b, hs, count, -1)
-
-
-def gather_pairs(x: Tensor, indices: Tensor, pairs: Tensor, selection_heads: int) -> Tensor:
-    """Return ``[R, K, D]``: rows of the cache view at int ``[R, K]``, for the flat (row, head) pairs int64 ``[R]``."""
-    b, hkv, n, d = x.shape
+    hkv, n, d = x.shape[1:]
+    heads = torch.arange(hs, device=x.device) // (hs // hkv)  # [Hs]
     per_row, per_head = x.stride(0) // d, x.stride(1) // d
-    row, head = pairs // selection_heads, pairs % selection_heads // (selection_heads // hkv)
-    base = (row * per_row + head * per_head)[:, None]  # [R, 1]
+    base = (torch.arange(b, device=x.device)[:, None] * per_row + heads * per_head)[..., None]  # [B, Hs, 1]
     flat = x.as_strided((per_row * (b - 1) + per_head * (hkv - 1) + n, d), (d, 1))  # the cache as one list of rows
-    return flat.index_select(0, (base + indices.clamp(min=0)).view(-1)).view(*indices.shape, d)
+    return flat.index_select(0, (base + indices.clamp(min=0)).view(-1)).view(b, hs, count, d)
 
 
 def decode_selected(

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prehoc.kernels.reference import gather_pairs
 from prehoc.selection import State, Step
 
 
@@ -26,11 +25,15 @@ def append(state: State, step: Step, slots: Tensor) -> None:
 def refill(state: State, step: Step, chosen: Tensor | None, indices: Tensor) -> None:
     """Copy the rows of new lists (int32 ``[R, K]``) for the chosen heads."""
     b, hs, width = state["indices"].shape
-    pairs = torch.arange(b * hs, device=indices.device) if chosen is None else chosen
+    pairs = range(b * hs) if chosen is None else chosen.tolist()
+    share = hs // step.k.shape[1]
+    indices = indices.clamp(min=0)
     for name, source in (("keys", step.k), ("values", step.v)):
-        rows = gather_pairs(source, indices, pairs, hs)  # [R, K, D]
         if name not in state:
-            state[name] = rows.new_zeros((b, hs, width, rows.shape[2]))
+            state[name] = source.new_zeros((b, hs, width, source.shape[3]))
         elif state[name].shape[2] < width:
             state[name] = F.pad(state[name], (0, 0, 0, width - state[name].shape[2]))
-        state[name].flatten(0, 1)[pairs, : rows.shape[1]] = rows
+        for number, pair in enumerate(pairs):  # one gather a head, straight into its place
+            row, head = divmod(pair, hs)
+            target = state[name][row, head, : indices.shape[1]]
+            torch.index_select(source[row, head // share], 0, indices[number], out=target)

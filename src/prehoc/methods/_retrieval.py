@@ -123,7 +123,7 @@ def retrieve_lists(
     if reserve is not None:  # of the stated total, whatever the mass asks for; sinks and local keys always fit
         always = budget.sink + budget.local
         limit = per_row(tuple(max(keys - reserve, 0) + always for keys in middle.critical), row)
-    indices, lengths = ops.dilate(
+    lists: tuple[Tensor, Tensor] = ops.dilate(
         found.order,
         torch.tensor(step.rows.pad, device=device)[row, None],
         torch.tensor(middle.start, device=device)[row, None],
@@ -136,9 +136,7 @@ def retrieve_lists(
         limit,
         DILATE_SHARE if reserve is not None and dilate is None else None,
     )
-    if device.type == "cpu":  # the host may look: drop the columns that no head needs
-        indices = indices[:, : int(lengths.max())]
-    return indices, lengths
+    return lists
 
 
 def _keys_for_mass(found: Retrieval, mass: float) -> Tensor:
