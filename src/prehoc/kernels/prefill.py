@@ -112,4 +112,4 @@ def _block(
         mask = F.pad(mask, (sink, 0), value=True)
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     # unpruned attention is counted as dense is, pairs of the block's upper triangle aside
-    return out, size * keys.shape[2] if hidden else causal_pairs(position, end)
+    return out, size * keys.shape[2] if low[-1] > sink else causal_pairs(position, end)
