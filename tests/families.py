@@ -123,7 +123,9 @@ def padded(pad: tuple[int, ...], length: int, seed: int = 0) -> tuple[Tensor, Te
     return ids, mask
 
 
-def generated(net: Any, ids: Tensor, mask: Tensor | None = None, new: int = 10, **options: Any) -> tuple[Tensor, Tensor]:
+def generated(
+    net: Any, ids: Tensor, mask: Tensor | None = None, new: int = 10, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Sequences ``[B, P + new]`` and raw logits ``[B, new, V]`` of a `generate` call that never stops early."""
     out = net.generate(
         ids,

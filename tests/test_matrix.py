@@ -321,10 +321,7 @@ def cells() -> Iterator[tuple[str, str, str, str, bool]]:
 
 @pytest.mark.parametrize(
     ("check", "method", "family", "dtype"),
-    [
-        pytest.param(*cell, id="-".join(cell), marks=() if fast else (pytest.mark.slow,))
-        for *cell, fast in cells()
-    ],
+    [pytest.param(*cell, id="-".join(cell), marks=() if fast else (pytest.mark.slow,)) for *cell, fast in cells()],
 )
 def test_matrix(check: str, method: str, family: str, dtype: str) -> None:
     CHECKS[check](Case(method, family, dtype))
