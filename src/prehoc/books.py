@@ -81,14 +81,15 @@ class Books:
             keys = visible
             if isinstance(chosen, Window):
                 keys = sum(window_keys(n, p, s, chosen.sink) for p, s in zip(step.rows.pad, chosen.start, strict=True))
-            t.triples += b * hkv
-            t.keys_visible += visible * hkv
-            t.keys_read += keys * hkv
-            t.bytes_processed += keys * hkv * pair
+            heads = decision.heads or hkv
+            t.triples += b * heads
+            t.keys_visible += visible * heads
+            t.keys_read += keys * heads
+            t.bytes_processed += keys * hkv * pair  # one read of a key serves its whole group
             if decision.counted:
-                t.covered_triples += b * hkv
+                t.covered_triples += b * heads
             else:
-                t.dense_triples += b * hkv
+                t.dense_triples += b * heads
             return
         hs = chosen.lengths.shape[1]
         counted = sum(decision.counted)

@@ -43,6 +43,7 @@ class KVStore:
         k, v : Tensor
             Views ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]`` of the buffers.
         """
+        k, v = k.detach(), v.detach()  # a cache is for inference: it must not keep a graph alive
         end = self.length + k.shape[2]
         self._k, self._v = self._fit(self._k, k, end, capacity), self._fit(self._v, v, end, capacity)
         self._k[:, :, self.length : end] = k

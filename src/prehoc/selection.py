@@ -131,6 +131,8 @@ class Decision:
         Per row, keys whose K is read by a retrieval.
     anchors : bool
         Whether the gate read stored anchors.
+    heads : int or None
+        Hs where `selection` does not say it (None: Hkv).
     """
 
     selection: Selection | Window | None
@@ -139,6 +141,7 @@ class Decision:
     counted: tuple[bool, ...] = ()
     scored: tuple[int, ...] = ()
     anchors: bool = False
+    heads: int | None = None
 
 
 class State(dict[str, Any]):

@@ -35,6 +35,11 @@ class Retrieval:
     base: Tensor | None = None
 
 
+def host_may_look(device: torch.device) -> bool:
+    """Return whether reading a tensor's values costs nothing: on an accelerator the decode path must never wait for it."""
+    return device.type == "cpu"
+
+
 def group_queries(q: Tensor, selection_heads: int, kv_heads: int) -> Tensor:
     """Return q ``[B, H, D]`` as ``[B, Hs, G', D]``: the queries that share a selection head."""
     b, h, d = q.shape
@@ -63,7 +68,7 @@ def ranked(score: Tensor, k: int) -> Tensor:
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     m = score.shape[-1]
     key = (ordered << 32) | torch.arange(m - 1, -1, -1, device=score.device)
-    if key.device.type != "cpu":
+    if not host_may_look(key.device):
         return torch.topk(key, k, dim=-1).indices
     best = np.partition(key.numpy(), m - k)[
         :, m - k :
@@ -233,7 +238,7 @@ def dilate(
 
 def _pack(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the columns kept in bool ``[R, n]`` as ascending lists int32 ``[R, width]``, -1 behind, and their lengths."""
-    if keep.device.type == "cpu":  # the host may look
+    if host_may_look(keep.device):
         found = [np.flatnonzero(row) for row in keep.numpy()]
         lengths = np.array([len(row) for row in found], dtype=np.int32)
         lists = np.full((len(found), max(lengths)), -1, dtype=np.int32)

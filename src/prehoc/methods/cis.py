@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_choice, check_int, check_range
+from prehoc.kernels import reference
 from prehoc.methods import _compact
 from prehoc.methods._retrieval import Middle, as_selection, cover, retrieve_lists
 from prehoc.selection import Decision, Plan, State, Step
@@ -104,8 +105,9 @@ class CIS:
             number = state.get("step", -1) + 1  # blocks are counted from the first decode step, covered or not
             state.clear()
             state["step"] = number
-            return Decision(None, counted=middle.counted)
-        hs, device, cpu = middle.heads, step.q.device, step.q.device.type == "cpu"
+            return Decision(None, counted=middle.counted, heads=middle.heads)
+        hs, device = middle.heads, step.q.device
+        look = reference.host_may_look(device)
         q = step.q.float()
         norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
         unit = q / norm  # [B, H, D]; a zero query gives NaN: it never shares
@@ -123,12 +125,12 @@ class CIS:
         if not all(middle.counted):
             need &= torch.tensor(middle.counted, device=device)[:, None]
         today = None
-        if not cpu or bool(need.any()):  # on an accelerator nothing may ask the device: all retrieve, the mask decides
-            chosen = None if not cpu or bool(need.all()) else need.flatten().nonzero()[:, 0]
+        if not look or bool(need.any()):  # where the host may not look, all heads retrieve and the mask decides
+            chosen = None if not look or bool(need.all()) else need.flatten().nonzero()[:, 0]
             reserve = self._growth if self.matched else None
             lists = retrieve_lists(step, middle, chosen, self.size(), self.dilate, self.radius, reserve)
             today = self._store(state, lists, unit, need, chosen, boundary)
-            if cpu and self.refresh == "rolling" and self.local_window == "frozen":
+            if look and self.refresh == "rolling" and self.local_window == "frozen":
                 _compact.refill(state, step, chosen, lists[0])
         indices, lengths = today or (state["indices"], state["lengths"])
         if not all(middle.counted):
@@ -138,7 +140,7 @@ class CIS:
         if "keys" in state and all(middle.counted):
             longest = selection.indices.shape[2]
             selection.keys, selection.values = state["keys"][:, :, :longest], state["values"][:, :, :longest]
-        return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True)
+        return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs)
 
     def _advance(self, step: Step, state: State) -> bool:
         """Let every stored list follow the newest token; return whether a block of ``refresh="block"`` starts."""

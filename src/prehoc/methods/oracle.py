@@ -61,7 +61,7 @@ class Oracle:
         budget = self.size()
         middle = Middle.of(step, budget, self.granularity)
         if not any(middle.counted):
-            return Decision(None, counted=middle.counted)
+            return Decision(None, counted=middle.counted, heads=middle.heads)
         indices, lengths = retrieve_lists(step, middle, None, budget, dilate=0, radius=0, reduce="mean")
         shape = (step.q.shape[0], middle.heads)
         indices, lengths = indices.view(*shape, -1), lengths.view(shape)

@@ -134,7 +134,7 @@ def _share(fwd: Forward, layer: int, k: Tensor, v: Tensor) -> None:
 
 def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None) -> Tensor:
     holder = fwd.cache.layers[layer]
-    one = q[:, :, 0].contiguous()  # [B, H, D]
+    one = q[:, :, 0].detach().contiguous()  # [B, H, D]
     ops = kernels.get(fwd.backend, q.device)
     if sliding is not None or not isinstance(holder, KVLayer):
         k, v = (k, v) if sliding is None else (k[:, :, -sliding:], v[:, :, -sliding:])

@@ -75,8 +75,7 @@ class KVLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(len(self.store.rows.pad)).repeat_interleave(repeats))
 
     def _refresh(self) -> None:
-        if self.store.length:
-            self.keys, self.values = self.store.views()
+        self.keys, self.values = self.store.views() if self.store.length else (None, None)
 
 
 def new_cache(config: Any, capacity: int = 0) -> DynamicCache:

@@ -1,0 +1,63 @@
+"""The path without host synchronisation, as an accelerator runs it, chooses exactly the same keys."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from prehoc.kernels import reference
+from prehoc.methods import parse_method
+from prehoc.selection import Decision, Rows, Selection, State, Step
+
+METHODS = [
+    "cis:critical=24,sink=2,local=4",
+    "cis:critical=24,sink=2,local=4,refresh=block,local_window=sliding",
+    "cis:critical=24,sink=2,local=4,matched=true,block_size=4",
+    "cis:mass=0.9,sink=2,local=4",
+    "cis:critical=24,sink=2,local=4,granularity=query_head,dilate=5,radius=2",
+    "oracle:critical=24,sink=2,local=4",
+]
+
+
+def _walk(method: str, pads: tuple[int, ...], steps: int = 20) -> list[Decision]:
+    torch.manual_seed(3)
+    chosen, state, length = parse_method(method), State(), 90
+    selector = chosen.plan().selector
+    assert selector is not None
+    k = torch.randn(len(pads), 2, length + steps, 16)
+    q = torch.randn(len(pads), 6, 16)
+    rows = Rows(pads, tuple(length - pad for pad in pads))
+    out = []
+    for i in range(steps):
+        q = q + 0.25 * torch.randn(q.shape)
+        now = k[:, :, : length + i + 1]
+        decision = selector.decide(Step(0, q, now, now, 0.25, rows, (0,) * len(pads)), state)
+        if isinstance(decision.selection, Selection):  # lists are views of the state: keep what they are now
+            kept = dataclasses.replace(
+                decision.selection,
+                indices=decision.selection.indices.clone(),
+                lengths=decision.selection.lengths.clone(),
+            )
+            decision = dataclasses.replace(decision, selection=kept)
+        out.append(decision)
+    return out
+
+
+@pytest.mark.parametrize("pads", [(0,), (0, 7, 61)], ids=["one", "ragged"])
+@pytest.mark.parametrize("method", METHODS)
+def test_same_keys(method: str, pads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _walk(method, pads)
+    monkeypatch.setattr(reference, "host_may_look", lambda device: False)
+    found = _walk(method, pads)
+    assert any(bool((~d.retrieved).any()) for d in expected if d.retrieved is not None) or method.startswith("oracle")
+    for a, b in zip(expected, found, strict=True):
+        assert isinstance(a.selection, Selection) and isinstance(b.selection, Selection)
+        torch.testing.assert_close(a.selection.lengths, b.selection.lengths)
+        width = a.selection.indices.shape[2]
+        torch.testing.assert_close(a.selection.indices, b.selection.indices[..., :width])
+        assert bool((b.selection.indices[..., width:] == -1).all())
+        if a.retrieved is not None:
+            assert b.retrieved is not None
+            torch.testing.assert_close(a.retrieved, b.retrieved)
