@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from prehoc.books import Books
-from prehoc.kernels.reference import group_queries
+from prehoc.kernels.host import group_queries
 from prehoc.selection import Decision, Selection, Step, Window
 
 

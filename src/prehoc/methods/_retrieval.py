@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prehoc import kernels
 from prehoc.config import Budget
-from prehoc.kernels import reference
+from prehoc.kernels import host
 from prehoc.kernels.reference import Retrieval
 from prehoc.selection import Selection, Step
 
@@ -180,7 +180,7 @@ def cover(indices: Tensor, lengths: Tensor, step: Step, middle: Middle, sink: in
 
 def as_selection(indices: Tensor, lengths: Tensor) -> Selection:
     """Return the lists as a selection, trimmed to the longest where the host may look."""
-    if not reference.host_may_look(lengths.device):
+    if not host.may_look(lengths.device):
         return Selection(indices, lengths)
     longest = int(lengths.max())
     return Selection(indices[..., :longest], lengths, full=int(lengths.min()) == longest)

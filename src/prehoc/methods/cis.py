@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_choice, check_int, check_range
-from prehoc.kernels import reference
+from prehoc.kernels import host
 from prehoc.methods import _compact
 from prehoc.methods._retrieval import Middle, as_selection, cover, retrieve_lists
 from prehoc.selection import Decision, Plan, State, Step
@@ -107,7 +107,7 @@ class CIS:
             state["step"] = number
             return Decision(None, counted=middle.counted, heads=middle.heads)
         hs, device = middle.heads, step.q.device
-        look = reference.host_may_look(device)
+        look = host.may_look(device)
         q = step.q.float()
         norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
         unit = q / norm  # [B, H, D]; a zero query gives NaN: it never shares
