@@ -27,6 +27,7 @@ class Traffic:
     keys_visible: int = 0
     bytes_scored: int = 0
     bytes_processed: int = 0
+    bytes_copied: int = 0
     bytes_indices: int = 0
     bytes_anchors: int = 0
     bytes_dense: int = 0
@@ -34,7 +35,7 @@ class Traffic:
     @property
     def bytes_read(self) -> int:
         """Bytes of the cache, of indices and of anchors that decode attention and selection read."""
-        return self.bytes_scored + self.bytes_processed + self.bytes_indices + self.bytes_anchors
+        return self.bytes_scored + self.bytes_copied + self.bytes_processed + self.bytes_indices + self.bytes_anchors
 
     @property
     def retrieval_ratio(self) -> float:
@@ -57,6 +58,10 @@ class Prefill:
     seconds: float = 0.0
 
 
+# keys, retrievals and copied keys int ``[3, B]``; keys scored by a retrieval per row; bytes of a key; bytes of a key and value
+_Pending = tuple[Tensor, tuple[int, ...], int, int]
+
+
 class Books:
     """Counts of one session; device tensors are kept aside and read in bulk, so that a step never waits for the device."""
 
@@ -64,7 +69,7 @@ class Books:
         self.traffic = Traffic()
         self.prefill = Prefill()
         self.decode_seconds: list[float] = []
-        self._pending: list[tuple[Tensor, Tensor | None, tuple[int, ...], int, int]] = []
+        self._pending: list[_Pending] = []
         self._audits: list[Tensor] = []
 
     def decision(self, step: Step, v_dim: int, decision: Decision) -> None:
@@ -99,8 +104,11 @@ class Books:
         t.covered_triples += (b - counted) * hs
         if decision.anchors:
             t.bytes_anchors += b * h * d * 4
-        retrieved = None if decision.retrieved is None else decision.retrieved.sum(1)  # [B]
-        self._pending.append((chosen.lengths.sum(1), retrieved, decision.scored, d * size, pair))
+        nothing = torch.zeros_like(chosen.lengths)
+        retrieved = nothing if decision.retrieved is None else decision.retrieved.to(torch.int32)
+        copied = nothing if chosen.keys is None else chosen.lengths * retrieved
+        counts = torch.stack([chosen.lengths, retrieved, copied]).sum(2)  # [3, B]
+        self._pending.append((counts, decision.scored, d * size, pair))
         if len(self._pending) >= 256:
             self.flush()
 
@@ -147,22 +155,18 @@ class Books:
         t = self.traffic
         if not self._pending:
             return
-        groups: dict[int, list[int]] = {}
-        for i, entry in enumerate(self._pending):
-            groups.setdefault(entry[0].numel(), []).append(i)
-        for members in groups.values():
-            rows = [self._pending[i] for i in members]
-            lengths = torch.stack([entry[0].long() for entry in rows]).tolist()
-            zero = torch.zeros_like(rows[0][0], dtype=torch.int64)
-            retrieved = torch.stack([zero if e[1] is None else e[1].long() for e in rows]).tolist()
-            for (_, _, scored, key_bytes, pair), keys, hits in zip(rows, lengths, retrieved, strict=True):
+        by_rows: dict[int, list[_Pending]] = {}
+        for entry in self._pending:
+            by_rows.setdefault(entry[0].shape[1], []).append(entry)
+        for entries in by_rows.values():
+            counts = torch.stack([entry[0] for entry in entries]).tolist()  # the one read of the device
+            for (_, scored, key_bytes, pair), (keys, hits, copied) in zip(entries, counts, strict=True):
                 t.keys_read += sum(keys)
                 t.bytes_processed += sum(keys) * pair
+                t.bytes_copied += sum(copied) * pair
                 t.bytes_indices += sum(keys) * 4
                 t.retrievals += sum(hits)
-                t.bytes_scored += (
-                    sum(hit * keys_scored for hit, keys_scored in zip(hits, scored, strict=True)) * key_bytes
-                )
+                t.bytes_scored += sum(hit * many for hit, many in zip(hits, scored, strict=True)) * key_bytes
         self._pending.clear()
 
     def audited(self) -> Tensor:

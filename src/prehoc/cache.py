@@ -67,8 +67,9 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, unused capacity included."""
-        return sum(b.numel() * b.element_size() for b in (self._k, self._v) if b is not None)
+        """Bytes held: keys and values, unused capacity included, and the selection state."""
+        held = [self._k, self._v, *self.state.values()]
+        return sum(b.numel() * b.element_size() for b in held if isinstance(b, Tensor))
 
     def take(self, index: Tensor) -> None:
         """Keep the batch rows at `index` (int64 ``[B']``), with their selection state."""

@@ -33,7 +33,7 @@ class Report:
     seconds_per_step : float
         Median wall time of a decode step's forward; NaN without any.
     cache_bytes : int
-        Bytes of keys and values that the last cache holds.
+        Bytes that the last cache holds: keys and values with their spare capacity, and the selection state.
     """
 
     method: str
@@ -81,6 +81,7 @@ class Report:
             f"({d.keys_read / d.keys_visible:.1%})",
             f"bytes read       {d.bytes_read / 1e6:.1f} of {d.bytes_dense / 1e6:.1f} MB dense "
             f"({d.bytes_read / d.bytes_dense:.1%}): scored {d.bytes_scored / 1e6:.1f}, "
+            f"copied {d.bytes_copied / 1e6:.1f}, "
             f"keys and values {d.bytes_processed / 1e6:.1f}, indices {d.bytes_indices / 1e6:.1f}, "
             f"anchors {d.bytes_anchors / 1e6:.1f}",
         ]
