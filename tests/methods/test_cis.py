@@ -74,6 +74,7 @@ class Simulator:
         got = decision.selection
         assert isinstance(got, Selection) and decision.retrieved is not None and decision.cosine is not None
         sets = as_sets(got, self.pad, n)
+        check_copies(step, got)
         for row, pad in enumerate(self.pad):
             for head in range(hs):
                 where = f"step {self.step} row {row} head {head}"
@@ -213,6 +214,22 @@ def as_sets(selection: Selection, pad: tuple[int, ...], n: int) -> list[list[set
     return out
 
 
+def check_copies(step: Step, selection: Selection) -> None:
+    """Keys and values that the selector hands over are those of the cache at its indices."""
+    keys, values = getattr(selection, "keys", None), getattr(selection, "values", None)
+    assert (keys is None) == (values is None)
+    if keys is None:
+        return
+    indices = selection.indices.long()
+    share = indices.shape[1] // step.k.shape[1]
+    for source, copy in ((step.k, keys), (step.v, values)):
+        assert copy.shape[:3] == indices.shape and copy.dtype == source.dtype
+        assert bool(copy.isfinite().all())  # padding too: zero weight times NaN is NaN
+        wanted = source.repeat_interleave(share, 1).gather(2, indices.clamp(min=0)[..., None].expand_as(copy))
+        used = (indices >= 0)[..., None].expand_as(copy)
+        assert torch.equal(copy[used], wanted[used])
+
+
 @dataclasses.dataclass
 class Walk:
     """Queries that drift and keys that grow."""
@@ -249,6 +266,7 @@ class Walk:
         cap = self.prompt + self.steps
         k = normal(self.b, self.hkv, cap + 5, self.d).to(self.dtype)
         q = normal(self.b, self.hkv * self.group, self.d)
+        v = torch.randn(self.b, self.hkv, cap + 5, 6, generator=torch.Generator().manual_seed(self.seed)).to(self.dtype)
         for i in range(self.steps):
             if not self.integer:
                 q = q * math.sqrt(1 - self.drift**2) + self.drift * normal(*q.shape)
@@ -259,7 +277,7 @@ class Walk:
                 q = torch.where(change, normal(*q.shape), q)
             n = self.prompt + i + 1
             masked = tuple(self.masked(n - p) for p in self.pads)
-            yield Step(0, q.to(self.dtype), k[:, :, :n], k[:, :, :n], self.scale, self.rows, masked, "reference")
+            yield Step(0, q.to(self.dtype), k[:, :, :n], v[:, :, :n], self.scale, self.rows, masked, "reference")
 
 
 def window(share: float, local: int) -> Callable[[int], int]:
