@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import types
 import typing
@@ -117,7 +118,7 @@ def check_range(key: str, value: Any, low: float, high: float, open_low: bool = 
     """Raise ValueError unless `value` is a finite number in [low, high] (or (low, high] when `open_low`)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{key}={value!r} must be a number")
-    if not (low < value if open_low else low <= value) or not value <= high:
+    if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
         bracket = "(" if open_low else "["
         raise ValueError(f"{key}={value} must lie in {bracket}{low}, {high}]{'; ' + fix if fix else ''}")
 
