@@ -65,7 +65,9 @@ def cpuinfo(key: str) -> str | None:
 def command() -> str:
     """Return this process's command line, with the folders of the machine replaced by what names them."""
     words = [hide_folders(word) for word in sys.argv[1:]]
-    return " ".join([Path(sys.argv[0]).name, *(f"'{word}'" if " " in word else word for word in words)])
+    program = Path(sys.argv[0]).name
+    program = "prehoc" if program == "__main__.py" else program  # python -m prehoc.cli
+    return " ".join([program, *(f"'{word}'" if " " in word else word for word in words)])
 
 
 def hide_folders(text: str) -> str:

@@ -195,7 +195,7 @@ def trace(
     session = attach(model, method, backend=backend, audit=0.0, seed=seed, observe=observe)
     try:
         granularity = getattr(session.method, "granularity", "kv_head")
-        kinds = _layer_kinds(model)
+        kinds = layer_kinds(model)
         recorder = TraceRecorder(session.plan, prompt_tokens, steps, len(kinds), granularity, tuple(record))
         session.recorder = recorder
         report = progress or (lambda stage, done, total: None)
@@ -293,7 +293,8 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _layer_kinds(model: Any) -> list[str]:
+def layer_kinds(model: Any) -> list[str]:
+    """Return ``full_attention`` or ``sliding_attention`` for each layer of a model."""
     config = model.config.get_text_config(decoder=True)
     return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from prehoc.cli import tune_prefill
+from prehoc.cli import tune_cis, tune_prefill
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Choose settings by measurement."
@@ -16,4 +16,5 @@ def _group() -> None:
     """Choose settings by measurement, dense beside every row."""
 
 
+app.command("cis")(tune_cis.command)
 app.command("prefill")(tune_prefill.command)

@@ -1,0 +1,104 @@
+"""``prehoc tune cis``: what each key of CIS reads, saves and misses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prehoc import provenance
+from prehoc.cli import _common
+
+
+def command(
+    text_file: Annotated[list[Path], typer.Option("--text-file", help="A text; repeat it for several.")],
+    out: Annotated[Path, typer.Option("--out", help="JSON file to write; an existing one is replaced.")],
+    model: _common.Model = "smollm2-135m-instruct",
+    windows: Annotated[
+        int, typer.Option("--windows", min=0, help="Windows in all, equally many per text (0: one each).")
+    ] = 0,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="P: tokens that are prefilled.")] = 3072,
+    steps: Annotated[int, typer.Option("--steps", help="S: tokens that are decoded.")] = 96,
+    budgets: Annotated[str, typer.Option("--budgets", help="Keys per head, separated by commas.")] = "128,512",
+    layer_stride: Annotated[int, typer.Option("--layer-stride", help="Replay every n-th full-attention layer.")] = 1,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Picture to write (png, svg or pdf).")] = None,
+    dtype: _common.Dtype = "float32",
+    backend: _common.Backend = None,
+    threads: _common.Threads = None,
+    as_json: _common.Json = False,
+) -> None:
+    """Sweep block size, gate, dilation and readings of CIS over recorded queries and keys, dense and oracle beside them.
+
+    Each window is decoded densely once; every setting then chooses on the same queries and keys. Finished windows are
+    kept in FILE.part.jsonl: an interrupted run goes on where it was.
+    """
+    sizes = _budgets(budgets)
+    from prehoc.trace import check_writable
+
+    for target in (out, plot):
+        if target is not None:
+            check_writable(target)
+    if plot is not None:
+        from prehoc.plot.cis import check_target
+
+        check_target(plot)
+    from prehoc import models
+    from prehoc.eval.cis_sweep import choose_layers, run, settings, table
+    from prehoc.eval.prefill_search import write_document
+    from prehoc.eval.windows import cut_windows
+    from prehoc.trace import layer_kinds
+
+    rows = settings(sizes)
+    _common.setup(threads)
+    part = out.with_suffix(".part.jsonl")
+    with _common.progress() as report:
+        loaded, tokenizer = models.load(model, dtype=dtype, progress=report)
+        layers = choose_layers(layer_kinds(loaded), layer_stride)
+        cut = cut_windows(tokenizer, text_file, windows or len(text_file), prompt_tokens + steps)
+        facts = {
+            "model": provenance.hide_folders(model),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "texts": cut.texts,
+            "prompt_tokens": prompt_tokens,
+            "steps": steps,
+            "budgets": sizes,
+            "layers": layers,
+            "settings": [row.label for row in rows],
+        }
+        request = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        found = run(
+            loaded, cut.tokens, cut.places, prompt_tokens, steps, rows, layers, part, request, report, backend=backend
+        )
+    facts["interval"] = (
+        "95 % bootstrap over n (window, layer, head) means: heads and windows vary, steps are correlated"
+    )
+    document = {
+        "command": provenance.command(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        **{key: value for key, value in facts.items() if key != "settings"},
+        "rows": found,
+    }
+    write_document(out, document)
+    part.unlink(missing_ok=True)
+    if plot is not None:
+        from prehoc.plot.cis import draw
+
+        draw(document, plot)
+    if as_json:
+        _common.emit_json(document)
+        return
+    for size in sizes:
+        print(f"budget {size}\n{table(found, size)}\n")
+    print(f"written to {out}")
+
+
+def _budgets(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"budgets={text!r} is not a list of numbers; write for example 128,512") from None
+    return sizes

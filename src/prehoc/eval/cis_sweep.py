@@ -1,0 +1,233 @@
+"""What each key of CIS does: many settings over the same recorded queries and keys, beside oracle, streaming and dense."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from prehoc.config import check_int
+from prehoc.integrations.transformers import describe
+from prehoc.mass import mean_interval
+from prehoc.methods import CIS, Dense, Oracle, Streaming
+from prehoc.replay import replay
+from prehoc.selection import Method
+from prehoc.trace import Trace, check_request, trace
+
+MEASURES = ("retained", "oracle", "beta", "beta_equal_keys", "overlap", "keys", "retrieval_ratio")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One row of the sweep.
+
+    Attributes
+    ----------
+    label : str
+        What differs from the defaults.
+    varies : str
+        The key that is varied, ``reference`` for the methods beside CIS.
+    budget : int or None
+        Keys of sink, critical and local together; None: every key.
+    method : Method
+        The configuration.
+    """
+
+    label: str
+    varies: str
+    budget: int | None
+    method: Method
+
+
+def settings(budgets: Sequence[int]) -> list[Setting]:
+    """Return the settings of the sweep: the defaults of CIS, each key varied alone, pairs of s and tau, and references."""
+    rows = [Setting("dense", "reference", None, Dense())]
+    for budget in budgets:
+        base = CIS(budget=budget)
+        critical = budget - base.sink - base.local
+        rows += [
+            Setting("oracle", "reference", budget, Oracle(budget=budget)),
+            Setting("streaming", "reference", budget, Streaming(budget=budget)),
+            Setting("defaults", "none", budget, base),
+        ]
+        changes: list[tuple[str, str, dict[str, Any]]] = [
+            *((f"s={s}", "block_size", {"block_size": s}) for s in (2, 4, 16, 32)),
+            *((f"tau={tau}", "tau", {"tau": tau}) for tau in (0.6, 0.7, 0.9)),
+            *((f"s={s}, no gate", "no gate", {"block_size": s, "tau": -1.0}) for s in (2, 4, 8)),
+            ("m=0", "dilate", {"dilate": 0}),
+            ("m=k/6", "dilate", {"dilate": critical // 6}),
+            ("m=k", "dilate", {"dilate": critical}),
+            *((f"r={r}", "radius", {"radius": r}) for r in (2, 3)),
+            ("query_head", "granularity", {"granularity": "query_head"}),
+            ("block refresh", "refresh", {"refresh": "block"}),
+            ("sliding local", "local_window", {"local_window": "sliding"}),
+            ("matched", "matched", {"matched": True}),
+            *((f"s={s}, tau=0.7", "s and tau", {"block_size": s, "tau": 0.7}) for s in (4, 16)),
+        ]
+        rows += [
+            Setting(label, varies, budget, dataclasses.replace(base, **change)) for label, varies, change in changes
+        ]
+    return rows
+
+
+def run(
+    model: nn.Module,
+    windows: Tensor,
+    places: Sequence[tuple[str, int]],
+    prompt_tokens: int,
+    steps: int,
+    rows: Sequence[Setting],
+    layers: Sequence[int] | None,
+    part: Path,
+    request: str,
+    progress: Callable[[str, int, int], None],
+    backend: str | None = None,
+) -> list[dict[str, Any]]:
+    """Record each window once, replay every setting over it, and return one row of plain numbers per setting.
+
+    Parameters
+    ----------
+    model : Module
+        A supported transformers model in eval mode.
+    windows : Tensor
+        int64 ``[n, P + S]``.
+    places : sequence of (str, int)
+        Per window, file and first token.
+    prompt_tokens, steps : int
+        P and S.
+    rows : sequence of Setting
+        What to measure.
+    layers : sequence of int or None
+        The layers to replay; None: all.
+    part : Path
+        Where finished windows are kept until the run is whole.
+    request : str
+        What identifies this run: only windows of the same run are taken from `part`.
+    progress : callable
+        Called as ``progress(stage, done, total)``.
+    backend : str, optional
+        Kernel backend.
+    """
+    check_request(model.config, windows.shape[1], prompt_tokens, steps)
+    done = _finished(part, request)
+    for number, (ids, place) in enumerate(zip(windows, places, strict=True)):
+        key = f"{place[0]}@{place[1]}"
+        if key in done:
+            continue
+
+        def report(stage: str, step: int, total: int, number: int = number) -> None:
+            progress(f"window {number + 1} of {len(places)}: {stage}", step, total)
+
+        record = ("qk",)
+        found = trace(
+            model, ids, prompt_tokens, steps, "dense", observe=True, record=record, backend=backend, progress=report
+        )
+        methods = {str(i): row.method for i, row in enumerate(rows)}
+        results = replay(found, methods, layers=layers, backend=found.meta["backend"], progress=report)
+        done[key] = [_clusters(results[name]) for name in methods]
+        with part.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"request": request, "window": key, "rows": done[key]}) + "\n")
+    return [_row(row, {key: done[key][i] for key in done}) for i, row in enumerate(rows)]
+
+
+def _finished(part: Path, request: str) -> dict[str, list[dict[str, Any]]]:
+    done = {}
+    for line in part.read_text(encoding="utf-8").splitlines() if part.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:  # cut off by an interruption
+            continue
+        if entry["request"] == request:
+            done[entry["window"]] = entry["rows"]
+    return done
+
+
+def _clusters(found: Trace) -> dict[str, Any]:
+    """Return the means over the steps of each (layer, head): the steps of one head are not independent of each other."""
+    layers = found.meta["replayed_layers"]
+    traffic = found.meta["totals"]["decode"]
+    counted = found.counted[:, layers]
+    values: dict[str, NDArray[Any]] = {
+        "retained": found.retained,
+        "oracle": found.oracle,
+        "beta": found.oracle - found.retained,
+        "beta_equal_keys": found.oracle_equal_keys - found.retained,
+        "overlap": found.overlap,
+        "keys": found.keys,
+    }
+    out: dict[str, Any] = {
+        name: [round(x, 6) for x in value[:, layers].mean(0, dtype=np.float64).ravel().tolist()]
+        for name, value in values.items()
+    }
+    ratio = found.retrieved[:, layers].mean(0).ravel().tolist() if counted.all() else []
+    return {**out, "retrieval_ratio": ratio, "bytes": [traffic["bytes_read"], traffic["bytes_dense"]]}
+
+
+def _row(setting: Setting, windows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "label": setting.label,
+        "varies": setting.varies,
+        "budget": setting.budget,
+        "method": describe(setting.method),
+        "n": sum(len(found["keys"]) for found in windows.values()),
+    }
+    for name in MEASURES:
+        values = np.concatenate([found[name] for found in windows.values()])
+        mean, low, high = mean_interval(values) if np.isfinite(values).all() else (math.nan,) * 3
+        row[name] = {"mean": _plain(mean), "low": _plain(low), "high": _plain(high)}
+    read, dense = (sum(found["bytes"][i] for found in windows.values()) for i in (0, 1))
+    row["bytes_share"] = round(read / dense, 5)
+    row["by_window"] = {
+        key: {name: _plain(float(np.mean(found[name]))) if found[name] else None for name in MEASURES}
+        for key, found in windows.items()
+    }
+    return row
+
+
+def _plain(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def choose_layers(kinds: Sequence[str], stride: int) -> list[int]:
+    """Return every `stride`-th of the full-attention layers."""
+    check_int("layer_stride", stride, 1)
+    return [i for i, kind in enumerate(kinds) if kind != "sliding_attention"][::stride]
+
+
+def table(rows: Sequence[Mapping[str, Any]], budget: int | None) -> str:
+    """Return a Markdown table of the rows of one budget, dense first."""
+    lines = [
+        "| setting | retrieval ratio | keys | bytes of dense | retained mass | oracle "
+        "| beta (95 %) | beta at equal keys | overlap |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["budget"] not in (budget, None):
+            continue
+        beta = row["beta"]
+        interval = "" if beta["low"] is None else f" [{beta['low']:.4f}, {beta['high']:.4f}]"
+        cells = [
+            row["label"],
+            _cell(row["retrieval_ratio"], 3),
+            _cell(row["keys"], 0),
+            f"{row['bytes_share']:.1%}",
+            _cell(row["retained"], 4),
+            _cell(row["oracle"], 4),
+            _cell(beta, 4) + interval,
+            _cell(row["beta_equal_keys"], 4),
+            _cell(row["overlap"], 3),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: Mapping[str, float | None], digits: int) -> str:
+    mean = value["mean"]
+    return "-" if mean is None else f"{mean:.{digits}f}"

@@ -1,0 +1,1 @@
+"""Pictures of published results; matplotlib is imported only when one is drawn."""

@@ -1,0 +1,87 @@
+"""What a setting of CIS costs and misses, as a picture."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LINES = {  # the key that varies along a line, and its name in the legend
+    "block_size": "block size s",
+    "tau": "gate tau",
+    "no gate": "s without a gate",
+    "dilate": "dilation m",
+    "radius": "radius r",
+}
+
+
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    """Plot the lost mass against the bytes read, a panel per budget, and save the picture.
+
+    Parameters
+    ----------
+    document : mapping
+        What ``prehoc tune cis`` wrote.
+    path : Path
+        A png, svg or pdf file.
+
+    Raises
+    ------
+    ValueError
+        As `check_target`.
+    """
+    kind = check_target(path)
+    from matplotlib.figure import Figure
+
+    budgets = document["budgets"]
+    figure = Figure(figsize=(5.2 * len(budgets), 4.2), layout="constrained")
+    for number, (axes, budget) in enumerate(
+        zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True)
+    ):
+        rows = [row for row in document["rows"] if row["budget"] == budget and row["varies"] != "reference"]
+        base = next(row for row in rows if row["varies"] == "none")
+        _panel(axes, rows, base)
+        axes.set(title=f"{budget} keys", xlabel="bytes read, share of dense", ylim=(0, None))
+        if number == 0:
+            axes.set_ylabel("mass lost against the oracle (beta)")
+            axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"CIS on {document['model']}, {document['prompt_tokens']} tokens of context", fontsize=10)
+    handle, part = tempfile.mkstemp(dir=path.parent, suffix=f".{kind}")
+    os.close(handle)
+    figure.savefig(part, format=kind, dpi=150)
+    os.replace(part, path)
+
+
+def check_target(path: Path) -> str:
+    """Return the kind of picture that `path` asks for.
+
+    Raises
+    ------
+    ValueError
+        When matplotlib is missing or does not know the kind.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("plots need matplotlib: pip install 'prehoc[plot]'") from error
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in Figure().canvas.get_supported_filetypes():
+        raise ValueError(f"matplotlib cannot write {path.name!r}; give a .png, .svg or .pdf file")
+    return kind
+
+
+def _panel(axes: Any, rows: list[Mapping[str, Any]], base: Mapping[str, Any]) -> None:
+    for varies, name in LINES.items():
+        line = [row for row in rows if row["varies"] == varies] + ([base] if varies != "no gate" else [])
+        line.sort(key=lambda row: (row["bytes_share"], row["label"]))
+        xs, ys = [row["bytes_share"] for row in line], [row["beta"]["mean"] for row in line]
+        (drawn,) = axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.2, label=name)
+        for x, y, row in zip(xs, ys, line, strict=True):
+            if row is not base:
+                text = row["label"].removesuffix(", no gate")
+                axes.annotate(
+                    text, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7, color=drawn.get_color()
+                )
+    axes.plot([base["bytes_share"]], [base["beta"]["mean"]], "k*", markersize=10, label="defaults")

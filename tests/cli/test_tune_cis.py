@@ -1,0 +1,119 @@
+"""``prehoc tune cis`` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from prehoc import cli
+
+WORDS = [f"w{i}" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>").save_pretrained(path)
+    for name in ("a.txt", "b.txt"):
+        (path / name).write_text(name + " " + " ".join(WORDS * 3))
+    return path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, *more: str) -> int:
+    texts = ("--text-file", str(folder / "a.txt"), "--text-file", str(folder / "b.txt"))
+    sizes = ("--prompt-tokens", "120", "--steps", "6", "--budgets", "64,80")
+    monkeypatch.setattr(
+        "sys.argv", ["prehoc", "tune", "cis", "--model", str(folder), *texts, *sizes, "--out", str(out), *more]
+    )
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_publishes_every_setting_beside_dense(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sweep.json"
+    assert call(monkeypatch, folder, out, "--plot", str(tmp_path / "sweep.png")) == 0
+    shown = capsys.readouterr().out
+    assert "budget 64" in shown and "| dense | - |" in shown and "| s=16, tau=0.7 |" in shown
+    document = json.loads(out.read_text())
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+    assert {file.name for file in tmp_path.iterdir()} == {"sweep.json", "sweep.png"}
+    rows = {(row["budget"], row["label"]): row for row in document["rows"]}
+    assert len(rows) == len(document["rows"]) > 40
+    dense, oracle, base = rows[None, "dense"], rows[64, "oracle"], rows[64, "defaults"]
+    assert dense["retained"]["mean"] == 1 and dense["bytes_share"] == 1 and dense["retrieval_ratio"]["mean"] is None
+    assert oracle["beta"]["mean"] == pytest.approx(0, abs=1e-6) and oracle["retrieval_ratio"]["mean"] == 1
+    assert base["n"] == 2 * 2 * 1 and set(base["by_window"]) == {"a.txt@0", "b.txt@0"}
+    assert base["beta"]["low"] <= base["beta"]["mean"] <= base["beta"]["high"]
+    assert rows[64, "matched"]["keys"]["mean"] <= 64 < base["keys"]["mean"]
+    assert str(folder) not in json.dumps(document["texts"]) and document["texts"][0]["sha256"]
+
+
+def test_an_interrupted_run_goes_on_where_it_was(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import prehoc.eval.cis_sweep as sweep
+
+    whole, out, real = tmp_path / "whole.json", tmp_path / "sweep.json", sweep.trace
+    assert call(monkeypatch, folder, whole) == 0
+    calls = 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError("the machine went away")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(sweep, "trace", failing)
+    assert call(monkeypatch, folder, out) == 2
+    assert not out.exists() and (tmp_path / "sweep.part.jsonl").exists()
+    assert call(monkeypatch, folder, out) == 0
+    assert calls == 3, "the first window is not read again"
+    assert json.loads(out.read_text())["rows"] == json.loads(whole.read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--budgets", "64,x"), "budgets='64,x' is not a list of numbers"),
+        (("--budgets", "30"), "budget=30 is too small"),
+        (("--layer-stride", "0"), "layer_stride=0 must be at least 1"),
+        (("--prompt-tokens", "190"), "tokens, too short for 1 windows of 196"),
+        (("--plot", "no/folder/a.png"), "there is no folder 'no/folder'"),
+        (("--plot", "a.xyz"), "matplotlib cannot write 'a.xyz'"),
+        (("--prompt-tokens", "0"), "prompt_tokens=0 must be at least 1"),
+    ],
+)
+def test_bad_input_is_named(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "forward", None)  # all of this is found before the model runs
+    assert call(monkeypatch, folder, tmp_path / "sweep.json", *more) == 2
+    assert message in capsys.readouterr().err
