@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from prehoc import config
+from prehoc import config, provenance
 from prehoc.cli import _common
 
 PACKAGES = ("prehoc", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "vllm", "lm-eval")
@@ -52,11 +52,11 @@ def gather() -> dict[str, Any]:
 
     data = config.data_dir()
     return {
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: provenance.version(name) for name in PACKAGES},
         "transformers_supported": _supported("transformers"),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": provenance.cpu_name(),
         "cpu_flags": _cpu_flags(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
@@ -69,13 +69,6 @@ def gather() -> dict[str, Any]:
         "cache_free_bytes": _free_bytes(config.cache_dir()),
         "data": None if data is None else str(data),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _supported(package: str) -> str | None:
@@ -91,24 +84,8 @@ def _supported(package: str) -> str | None:
     return None
 
 
-def _cpuinfo(key: str) -> str | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
-        return None
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return None
-
-
-def _cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
 def _cpu_flags() -> list[str]:
-    present = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
+    present = (provenance.cpuinfo("flags") or provenance.cpuinfo("Features") or "").split()
     return [flag for flag in FLAGS if flag in present]
 
 
