@@ -70,7 +70,8 @@ def coordinate_search(
     """Return the setting that prunes most with the upper end of its interval within `limit`, one coordinate at a time.
 
     Each coordinate takes the first value of its grid, ordered from most pruning to least, that is good enough; where none
-    is, the last. The rounds end when nothing changes.
+    is, the last. A setting that prunes at least as much in every coordinate as one that was not good enough is not
+    measured. The rounds end when nothing changes.
 
     Parameters
     ----------
@@ -93,18 +94,34 @@ def coordinate_search(
         Whether it is within the limit.
     """
     current, good = start, False
+    failed: list[Method] = []
+
+    def good_enough(candidate: Method) -> bool:
+        # nothing that prunes at least as much in every coordinate as a failed setting is worth its time
+        if any(_prunes_more(candidate, other, grid) for other in failed):
+            return False
+        if evaluate(candidate).continuation.high <= limit:
+            return True
+        failed.append(candidate)
+        return False
+
     for _ in range(rounds):
         before = current
         for key, values in grid.items():
             for value in values:
                 candidate = dataclasses.replace(current, **{key: value})  # type: ignore[type-var]
-                found = evaluate(candidate).continuation.high <= limit
+                found = good_enough(candidate)
                 if found or (not good and value == values[-1]):
                     current, good = candidate, found
                     break
         if current == before:
             break
     return current, good
+
+
+def _prunes_more(one: Method, other: Method, grid: Mapping[str, Sequence[float]]) -> bool:
+    """Whether `one` prunes at least as much as `other` in every coordinate of a grid that is ordered by that."""
+    return all(values.index(getattr(one, key)) <= values.index(getattr(other, key)) for key, values in grid.items())
 
 
 def as_dict(row: Row) -> dict[str, Any]:
