@@ -112,15 +112,16 @@ class Books:
         if len(self._pending) >= 256:
             self.flush()
 
-    def sliding(self, k: Tensor, v_dim: int) -> None:
-        """Enter a sliding-window layer of one decode step: exact attention over the window, counted apart."""
+    def sliding(self, k: Tensor, v_dim: int, first: tuple[int, ...]) -> None:
+        """Enter a sliding-window layer of one decode step: exact attention over each row's real keys, counted apart."""
         b, hkv, n, d = k.shape
+        keys = sum(n - begin for begin in first) * hkv
         self.traffic.triples += b * hkv
         self.traffic.sliding_triples += b * hkv
-        self.traffic.keys_read += b * hkv * n
-        self.traffic.keys_visible += b * hkv * n
-        self.traffic.bytes_processed += b * hkv * n * (d + v_dim) * k.element_size()
-        self.traffic.bytes_dense += b * hkv * n * (d + v_dim) * k.element_size()
+        self.traffic.keys_read += keys
+        self.traffic.keys_visible += keys
+        self.traffic.bytes_processed += keys * (d + v_dim) * k.element_size()
+        self.traffic.bytes_dense += keys * (d + v_dim) * k.element_size()
 
     def prompt(self, rows: Rows, past: int, tokens: int, weights: tuple[tuple[int, int], ...]) -> None:
         """Enter the linear layers of a prompt's forward in full; `skip` takes back what freezing saves."""

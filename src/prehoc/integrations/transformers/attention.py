@@ -139,7 +139,7 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
     if sliding is not None or not isinstance(holder, KVLayer):
         k, v = (k, v) if sliding is None else (k[:, :, -sliding:], v[:, :, -sliding:])
         first = _first(fwd, k.shape[2])
-        fwd.books.sliding(k, v.shape[-1])
+        fwd.books.sliding(k, v.shape[-1], first)
         out: Tensor = ops.decode_dense(one, k, v, first, 0, first, scale)
         return out[:, :, None]
     if fwd.stopwatch:

@@ -36,6 +36,9 @@ def generate(self: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any)
         )
     mask = kwargs.get("attention_mask")
     pad = left_padding(mask, mask.shape[0]) if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    for row, columns in enumerate(pad or ()):
+        if columns >= tokens:
+            raise ValueError(f"row {row} of the batch is empty: its attention mask leaves no real token; drop the row")
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     first_turn = cache is None or not hasattr(cache, "get_seq_length") or cache.get_seq_length() == 0
     token = declared.set(Declared(tokens, pad, tokens + new, first_turn))

@@ -63,7 +63,8 @@ def supports(model: nn.Module, plan: Plan | None = None) -> Support:
             False, f"{name} has no decoder layers with self_attn.layer_idx (linear, hybrid or other attention)"
         )
     text = config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    types = _layer_types(text, len(found[1]))
+    kinds = set(types)
     if kinds - _KINDS:
         return Support(
             False,
@@ -79,5 +80,14 @@ def supports(model: nn.Module, plan: Plan | None = None) -> Support:
         return Support(
             False, f'{name} mixes sliding and full attention: kv="share" needs equal layers; use kv="project"'
         )
-    full = len(found[1]) - sum(kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or [])
+    full = len(found[1]) - types.count("sliding_attention")
     return Support(True, f"{name}: {len(found[1])} layers, {full} with full attention")
+
+
+def _layer_types(text: Any, layers: int) -> list[str]:
+    """Return the kind of each layer; a config without them has one kind, as transformers' own cache reads it."""
+    types = getattr(text, "layer_types", None)
+    if types:
+        return list(types)
+    sliding = getattr(text, "sliding_window", None) is not None
+    return ["sliding_attention" if sliding else "full_attention"] * layers
