@@ -63,9 +63,14 @@ def test_help_is_fast_and_imports_no_torch() -> None:
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
 def test_every_command_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(f"prehoc.cli.{name}")
-    assert module.command.__doc__
-    assert call(monkeypatch, name, "--help") == 0
-    assert " ".join(module.command.__doc__.split())[:40] in " ".join(capsys.readouterr().out.split())
+    if hasattr(module, "app"):  # a group of commands
+        commands = {(name, c.name or c.callback.__name__): c.callback for c in module.app.registered_commands}
+    else:
+        commands = {(name,): module.command}
+    for words, function in commands.items():
+        assert function.__doc__, words
+        assert call(monkeypatch, *words, "--help") == 0
+        assert " ".join(function.__doc__.split())[:40] in " ".join(capsys.readouterr().out.split())
 
 
 def test_unknown_command_and_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

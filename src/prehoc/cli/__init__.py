@@ -17,8 +17,8 @@ from prehoc.cli import _common
 
 COMMANDS = {
     "pull": "List the catalogue, or fetch a small real model.",
-    "generate": "Answer a question about a text file, reading few keys, and report what was missed.",
-    "trace": "Record what a method reads and misses while a real text is decoded.",
+    "generate": "Answer a question about a text and report what was read.",
+    "trace": "Record what a method reads and misses on a real text.",
     "bench": "Measure speed, dense beside every row.",
     "tune": "Choose settings by measurement.",
     "env": "Show versions, processor, compiler and folders.",
