@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 import types
 from collections.abc import Iterator, Mapping
@@ -58,7 +59,7 @@ class Session:
         self._auditor = Auditor(audit, seed) if audit and not self.plan.dense else None
         self._prompt = 0
         self._cache: Any = None
-        self._undo = contextlib.ExitStack()
+        self._undo: list[functools.partial[Any]] = []  # no closures: a deep copy of the model undoes its own
         self._weights: tuple[tuple[int, int], ...] = ()
         self.own_generate: Any = None
 
@@ -81,7 +82,8 @@ class Session:
 
     def detach(self) -> None:
         """Give the model back exactly as it was."""
-        self._undo.close()
+        while self._undo:
+            self._undo.pop()()
 
     def _attach(self) -> None:
         found = find_base(self.model)
@@ -91,20 +93,23 @@ class Session:
         AttentionInterface.register(NAME, prehoc_attention)
         AttentionMaskInterface.register(NAME, prehoc_mask)
         before = self.model.config._attn_implementation
-        self._undo.callback(self.model.set_attn_implementation, before)
+        self._later(self.model.set_attn_implementation, before)
         self.model.set_attn_implementation(NAME)
-        self._undo.callback(base.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-        self._undo.callback(base.register_forward_hook(_after, with_kwargs=True).remove)
+        self._later(base.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+        self._later(base.register_forward_hook(_after, with_kwargs=True).remove)
         if self.plan.freeze is not None:
             for layer in list(layers)[resolve_start_layer(self.plan.freeze.start_layer, len(layers)) :]:
                 freezing.wrap(layer)
-                self._undo.callback(freezing.unwrap, layer)
+                self._later(freezing.unwrap, layer)
         if hasattr(self.model, "generate"):
             own = self.model.__dict__.get("generate")
             self.own_generate = self.model.generate
             self.model._prehoc_session = self
             self.model.generate = types.MethodType(generate, self.model)
-            self._undo.callback(_restore_generate, self.model, own)
+            self._later(_restore_generate, self.model, own)
+
+    def _later(self, undo: Any, *args: Any) -> None:
+        self._undo.append(functools.partial(undo, *args))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Adopt the cache and tell the attention functions what this forward is."""
