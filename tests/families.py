@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import transformers as tf
 from torch import Tensor
+
+import prehoc
 
 VOCABULARY = 89
 _SIZES: dict[str, Any] = {
@@ -160,3 +163,8 @@ def forced(net: Any, ids: Tensor, prompt: int, mask: Tensor | None = None, cache
         cache, at = getattr(out, name), end
         logits.append(out.logits[:, -1])
     return torch.stack(logits, 1)
+
+
+def sparsify(net: Any, method: Any, **options: Any) -> AbstractContextManager[prehoc.Session]:
+    """`prehoc.sparsify`; float64, which no native kernel knows, runs on the torch kernels."""
+    return prehoc.sparsify(net, method, **{"backend": "reference" if net.dtype == torch.float64 else None, **options})

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 import families
 import prehoc
-from families import FAMILIES, SLIDING, cache_name, forced, generated, padded, tokens
+from families import FAMILIES, SLIDING, cache_name, forced, generated, padded, sparsify, tokens
 from prehoc import methods
 
 PROMPT, NEW = 52, 9  # a middle larger than the budget below, blocks that end and begin
@@ -91,7 +91,7 @@ def check_universal(c: Case) -> None:
         sequences, wanted = generated(c.net, ids, mask, NEW)
         longer = torch.cat([mask, torch.ones_like(sequences[:, mask.shape[1] :])], 1)
         stock = forced(c.net, sequences, ids.shape[1], longer)
-        with prehoc.sparsify(c.net, c.covering) as session:
+        with sparsify(c.net, c.covering) as session:
             own = forced(c.net, sequences, ids.shape[1], longer)
             got, logits = generated(c.net, ids, mask, NEW)
             report = session.report()
@@ -105,7 +105,7 @@ def check_universal(c: Case) -> None:
 def check_padded(c: Case) -> None:
     """Rows of a ragged, left-padded batch are pruned exactly as each row alone."""
     ids, mask = padded(PAD, PROMPT, seed=3)
-    with prehoc.sparsify(c.net, c.pruned):
+    with sparsify(c.net, c.pruned):
         sequences, logits = generated(c.net, ids, mask, NEW)
         for row, pad in enumerate(PAD):
             alone = forced(c.net, sequences[row : row + 1, pad:], PROMPT - pad)
@@ -115,11 +115,11 @@ def check_padded(c: Case) -> None:
 def check_fresh(c: Case) -> None:
     """Two generates of one session equal two fresh sessions, bit for bit: nothing is left behind but the books."""
     prompts = [tokens(2, PROMPT, seed=4), tokens(1, 44, seed=5)]
-    with prehoc.sparsify(c.net, c.pruned):
+    with sparsify(c.net, c.pruned):
         together = [generated(c.net, ids, new=NEW)[1] for ids in (*prompts, *prompts)]
     alone = []
     for ids in prompts:
-        with prehoc.sparsify(c.net, c.pruned):
+        with sparsify(c.net, c.pruned):
             alone.append(generated(c.net, ids, new=NEW)[1])
     for got, wanted in zip(together, (*alone, *alone), strict=True):
         assert torch.equal(got, wanted)
@@ -129,13 +129,13 @@ def check_detach(c: Case) -> None:
     """A detached model is bit for bit the original, in what it computes and in what it holds."""
     ids, mask = padded(PAD, PROMPT, seed=6)
     before, held = generated(c.net, ids, mask, NEW), _attributes(c.net)
-    with prehoc.sparsify(c.net, c.pruned):
+    with sparsify(c.net, c.pruned):
         generated(c.net, ids, mask, NEW)
         assert _attributes(c.net) != held
     after = generated(c.net, ids, mask, NEW)
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
     assert _attributes(c.net) == held
-    with pytest.raises(RuntimeError, match="stop"), prehoc.sparsify(c.net, c.pruned):
+    with pytest.raises(RuntimeError, match="stop"), sparsify(c.net, c.pruned):
         raise RuntimeError("stop")
     assert _attributes(c.net) == held
 
@@ -151,17 +151,17 @@ def check_turns(c: Case) -> None:
         return two, logits, more
 
     stock = conversation()
-    with prehoc.sparsify(c.net, c.covering):
+    with sparsify(c.net, c.covering):
         own = conversation()
     if c.exact:
         assert torch.equal(own[0], stock[0])
         c.same(own[1], stock[1])
         c.same(own[2], stock[2])
-    with prehoc.sparsify(c.net, c.pruned):
+    with sparsify(c.net, c.pruned):
         one, again = conversation(), conversation()
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
     # the second prompt is read densely, over the keys that the pruned first turn left
-    with prehoc.sparsify(c.net, c.pruned) as session:
+    with sparsify(c.net, c.pruned) as session:
         cache = session.new_cache()
         text, _ = generated(c.net, first, new=NEW, **{cache_name(c.net): cache})
         copy = DynamicCache(config=c.net.config)
@@ -180,7 +180,7 @@ def check_turns(c: Case) -> None:
 def check_chunked(c: Case) -> None:
     """A prompt in chunks (the last of one token) is pruned as in one shot, padding included."""
     ids, mask = padded(PAD, PROMPT, seed=9)
-    with prehoc.sparsify(c.net, c.pruned):
+    with sparsify(c.net, c.pruned):
         sequences, logits = generated(c.net, ids, mask, NEW)
         for size in (17, 51):
             chunked, got = generated(c.net, ids, mask, NEW, prefill_chunk_size=size)
@@ -196,12 +196,12 @@ def check_beams(c: Case) -> None:
     ids, mask = padded(PAD[1:], PROMPT, seed=10)
     options = {"num_beams": 3, "length_penalty": 0.0, "num_return_sequences": 2}
     stock = _scored(c.net, ids, mask, **options)
-    with prehoc.sparsify(c.net, c.covering):
+    with sparsify(c.net, c.covering):
         own = _scored(c.net, ids, mask, **options)
     if c.exact:
         assert torch.equal(stock[0], own[0])
         torch.testing.assert_close(stock[1], own[1], atol=1e-3, rtol=0)
-    with prehoc.sparsify(c.net, c.pruned):
+    with sparsify(c.net, c.pruned):
         sequences, scores = _scored(c.net, ids, mask, **options)
         assert bool(scores.isfinite().all())
         for i, sequence in enumerate(sequences):
@@ -222,12 +222,12 @@ def check_sampling(c: Case) -> None:
         return generated(c.net, ids, mask, NEW, do_sample=True, num_return_sequences=2, top_k=20)
 
     stock = sample()
-    with prehoc.sparsify(c.net, c.covering):
+    with sparsify(c.net, c.covering):
         own = sample()
     if c.exact:
         assert torch.equal(own[0], stock[0])
         c.same(own[1], stock[1])
-    with prehoc.sparsify(c.net, c.pruned):
+    with sparsify(c.net, c.pruned):
         one, two = sample(), sample()
         assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
         for i, sequence in enumerate(one[0]):
@@ -242,7 +242,7 @@ def check_short(c: Case) -> None:
         ids = tokens(2, length, seed=12)
         sequences, _ = generated(c.net, ids, new=3)
         stock = forced(c.net, sequences, length)
-        with prehoc.sparsify(c.net, c.pruned):
+        with sparsify(c.net, c.pruned):
             got, logits = generated(c.net, ids, new=3)
             own = forced(c.net, sequences, length)
         assert bool(logits.isfinite().all())
@@ -255,7 +255,7 @@ def check_finite(c: Case) -> None:
     """No NaN or infinity, whatever the padding; and the pruned run is not the dense one in disguise."""
     ids, mask = padded((0, PROMPT - 1, PROMPT - 4, 20), PROMPT, seed=13)
     _, dense = generated(c.net, ids, mask, NEW)
-    with prehoc.sparsify(c.net, c.pruned, audit=0.5) as session:
+    with sparsify(c.net, c.pruned, audit=0.5) as session:
         _, logits = generated(c.net, ids, mask, 24)
         report = session.report()
     assert bool(logits.isfinite().all())
