@@ -28,6 +28,8 @@ class System:
     ----------
     name : str
         ``sdpa`` for the stock model, else a method string.
+    backend : str
+        Kernel backend that ran.
     prefill : list of float
         Seconds of the prompt, one per prefill.
     steps : list of float
@@ -37,6 +39,7 @@ class System:
     """
 
     name: str
+    backend: str = ""
     cache: Any = None
     prefill: list[float] = dataclasses.field(default_factory=list)
     steps: list[float] = dataclasses.field(default_factory=list)
@@ -53,6 +56,7 @@ def bench_decode(
     rounds: int = 6,
     steps: int = 16,
     batch: int = 1,
+    backend: str | None = None,
     seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> list[dict[str, Any]]:
@@ -76,6 +80,8 @@ def bench_decode(
         Timed rounds, after one of warm-up, and decode steps in each.
     batch : int
         Copies of the text decoded together.
+    backend : str, optional
+        Kernel backend.
     seed : int
         Seed of the audit.
     progress : callable
@@ -104,24 +110,24 @@ def bench_decode(
     with torch.inference_mode():
         for number, system in enumerate(systems):
             progress(f"prefill of {context} tokens", number, len(systems))
-            _prefill(model, system, ids[:, :context], need)
+            _prefill(model, system, ids[:, :context], need, backend)
         for turn in range(rounds + 3):
             progress(f"decode at {context} tokens", turn, rounds + 3)
             span = ids[:, context + turn * steps : context + (turn + 1) * steps]
             shift = turn % len(systems)
             for system in systems[shift:] + systems[:shift]:
                 kind = {0: "warm", rounds + 1: "parts", rounds + 2: "audit"}.get(turn, "timed")
-                _decode(model, system, span, kind, seed)
+                _decode(model, system, span, kind, backend, seed)
     return [_row(system, context, batch) for system in systems]
 
 
-def _prefill(model: Any, system: System, ids: Tensor, capacity: int) -> None:
+def _prefill(model: Any, system: System, ids: Tensor, capacity: int, backend: str | None) -> None:
     if system.name == STOCK:
         begin = time.perf_counter()
         system.cache = output_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
         system.prefill.append(time.perf_counter() - begin)
         return
-    with prehoc.sparsify(model, system.name, audit=0) as session:
+    with prehoc.sparsify(model, system.name, audit=0, backend=backend) as session:
         session.books = system.books
         cache = session.new_cache(capacity)
         begin = time.perf_counter()
@@ -130,13 +136,13 @@ def _prefill(model: Any, system: System, ids: Tensor, capacity: int) -> None:
         system.cache = cache
 
 
-def _decode(model: Any, system: System, ids: Tensor, kind: str, seed: int) -> None:
-    session = (
-        None if system.name == STOCK else attach(model, system.name, audit=0.05 if kind == "audit" else 0, seed=seed)
-    )
+def _decode(model: Any, system: System, ids: Tensor, kind: str, backend: str | None, seed: int) -> None:
+    session = None
+    if system.name != STOCK:
+        session = attach(model, system.name, audit=0.05 if kind == "audit" else 0, backend=backend, seed=seed)
     try:
         if session is not None:
-            session.books = system.books
+            session.books, system.backend = system.books, session.backend
             session.stopwatch = Stopwatch(ids.device) if kind == "parts" else None
         for i in range(ids.shape[1]):
             begin = time.perf_counter()
@@ -175,6 +181,7 @@ def _row(system: System, context: int, batch: int) -> dict[str, Any]:
     }
     masses = books.audited()
     row |= {
+        "backend": system.backend,
         "keys_per_head": traffic.keys_read / traffic.triples,
         "visible_per_head": traffic.keys_visible / traffic.triples,
         "bytes_per_step": traffic.bytes_read / traffic.steps,

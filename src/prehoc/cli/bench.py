@@ -35,6 +35,7 @@ def decode(
     batch: Annotated[int, typer.Option(min=1, help="Copies of the text decoded together.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Write the JSON document here too.")] = None,
     dtype: _common.Dtype = "float32",
+    backend: _common.Backend = None,
     threads: _common.Threads = None,
     seed: _common.Seed = 0,
     as_json: _common.Json = False,
@@ -69,7 +70,7 @@ def decode(
         rows = [
             row
             for length in lengths
-            for row in bench_decode(net, ids, length, chosen, rounds, steps, batch, seed, report)
+            for row in bench_decode(net, ids, length, chosen, rounds, steps, batch, backend, seed, report)
         ]
     document = {
         "benchmark": "decode",

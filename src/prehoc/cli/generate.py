@@ -73,7 +73,7 @@ def command(
     if not 0 <= temperature < math.inf:
         raise ValueError(f"--temperature {temperature} must be 0 (greedy) or a positive number")
     config.check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
-    kernels.check_backend(config.default_backend() if backend is None else backend)
+    config.check_choice("backend", config.default_backend() if backend is None else backend, kernels.BACKENDS)
     how = Settings(max_new_tokens, temperature, backend, audit, seed)
     _common.setup(threads)
     run(model, dtype, text, ask, methods, how, truncate=truncate, as_json=as_json)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import warnings
 from types import ModuleType
 
 import torch
@@ -9,25 +12,58 @@ import torch
 from prehoc.config import unknown
 from prehoc.kernels import prefill, reference
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "cpu")
 
 
-def check_backend(name: str) -> str:
-    """Return `name` if such a backend exists.
+def resolve(name: str, device: torch.device) -> str:
+    """Return the backend that `name` means on `device`.
 
     Raises
     ------
     ValueError
-        For an unknown backend, with the nearest known name.
+        For an unknown backend (with the nearest known name), or one asked for by name that cannot run here.
     """
     if name not in BACKENDS:
         raise unknown("backend", name, BACKENDS)
+    if name == "auto":
+        return "cpu" if device.type == "cpu" and _cpu_or_warning() else "reference"
+    if name == "cpu":
+        if device.type != "cpu":
+            raise ValueError(f"backend 'cpu' cannot run on {device}; use auto or reference")
+        if (reason := _cpu_fails()) is not None:
+            raise ValueError(f"backend 'cpu' cannot run here: {reason}; or use backend 'reference', which is slower")
     return name
 
 
 def get(name: str, device: torch.device) -> ModuleType:
     """Return the module with the operations of backend `name` on `device`."""
-    return reference
+    if name == "auto":
+        name = resolve(name, device)
+    return reference if name == "reference" else _module(name)
 
 
-__all__ = ["BACKENDS", "check_backend", "get", "prefill", "reference"]
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"prehoc.kernels.{name}")
+
+
+@functools.cache
+def _cpu_fails() -> str | None:
+    """Compile or find the C++ kernels; return why that fails, None when they run."""
+    cpu = _module("cpu")
+    try:
+        cpu.library()
+    except (cpu.BuildError, OSError) as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _cpu_or_warning() -> bool:
+    reason = _cpu_fails()
+    if reason is not None:
+        warnings.warn(f"prehoc uses its slow torch kernels: {reason}", RuntimeWarning, stacklevel=2)
+    return reason is None
+
+
+__all__ = ["BACKENDS", "get", "prefill", "reference", "resolve"]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prehoc import kernels
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_choice, check_int, check_range
 from prehoc.kernels import host
 from prehoc.methods import _compact
@@ -130,7 +131,7 @@ class CIS:
             reserve = self._growth if self.matched else None
             lists = retrieve_lists(step, middle, chosen, self.size(), self.dilate, self.radius, reserve)
             today = self._store(state, lists, unit, need, chosen, boundary)
-            if look and self.refresh == "rolling" and self.local_window == "frozen":
+            if look and self._keeps_copies(step):
                 _compact.refill(state, step, chosen, lists[0])
         indices, lengths = today or (state["indices"], state["lengths"])
         if not all(middle.counted):
@@ -141,6 +142,11 @@ class CIS:
             longest = selection.indices.shape[2]
             selection.keys, selection.values = state["keys"][:, :, :longest], state["values"][:, :, :longest]
         return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs)
+
+    def _keeps_copies(self, step: Step) -> bool:
+        """Return whether the selected rows are worth copying: lists that only grow, and kernels that would gather them."""
+        grows = self.refresh == "rolling" and self.local_window == "frozen"
+        return grows and not kernels.get(step.backend, step.q.device).READS_IN_PLACE
 
     def _advance(self, step: Step, state: State) -> bool:
         """Let every stored list follow the newest token; return whether a block of ``refresh="block"`` starts."""

@@ -275,13 +275,14 @@ def attach(
             f"method={method!r} is not a prehoc method; give for example prehoc.CPE(budget=1024) or 'cpe:budget=1024'"
         )
     check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
-    name = kernels.check_backend(default_backend() if backend is None else backend)
     plan = chosen.plan()
     support = supports(model, plan)
     if not support:
         raise ValueError(f"unsupported model: {support.reason}")
     if getattr(model, "_prehoc_session", None) is not None:
         raise ValueError("the model is attached already: leave its sparsify block or call session.detach() first")
+    device = next(model.parameters()).device
+    name = kernels.resolve(default_backend() if backend is None else backend, device)
     for part in (plan.window, plan.freeze):
         if part is not None:
             resolve_start_layer(part.start_layer, len(find_base(model)[1]))  # type: ignore[index]

@@ -9,7 +9,10 @@ from prehoc.kernels.reference.decode import decode_compact, decode_dense, decode
 from prehoc.kernels.reference.dilate import dilate
 from prehoc.kernels.reference.retrieve import Retrieval, ranked, retrieve
 
+READS_IN_PLACE = False  # gathering rows in torch is slow: a shared set is gathered once
+
 __all__ = [
+    "READS_IN_PLACE",
     "Retrieval",
     "decode_compact",
     "decode_dense",

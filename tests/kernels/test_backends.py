@@ -1,9 +1,10 @@
-"""The torch kernels against plain loops: numpy float64 and Python, written from the design."""
+"""The kernels of every backend against plain loops: numpy float64 and Python, written from the design."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prehoc.kernels import reference as ops
+from prehoc.kernels import cpu, reference
 
 # largest error of an attention output of order one against float64 softmax over the same (rounded) inputs
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
 quick = settings(max_examples=60, deadline=None)
+
+
+ops: Any = reference
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> None:
+    """Run every test with the operations of each backend; what only the reference has stays its own."""
+    global ops
+    native = {name: getattr(cpu, name) for name in ("retrieve", "dilate", "decode_dense", "decode_selected")}
+    ops = SimpleNamespace(**{**vars(reference), **(native if request.param == "cpu" else {})})
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
