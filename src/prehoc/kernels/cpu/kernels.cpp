@@ -5,39 +5,162 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include <omp.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr int64_t kBlock = 64;   // keys whose scores are kept between the two passes of online softmax
 constexpr int64_t kSplit = 512;  // least keys worth a task of their own
+constexpr int64_t kAhead = 12;   // keys between a prefetch and its use
+
+// sixteen floats: one register with AVX-512, two with AVX2, four with NEON; the compiler splits them
+typedef float v16 __attribute__((vector_size(64)));
+typedef float v16u __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i16v __attribute__((vector_size(64)));
+typedef uint32_t u16v __attribute__((vector_size(64)));
+typedef uint16_t h16u __attribute__((vector_size(32), aligned(2)));
 
 struct bf16 { uint16_t bits; };
-struct fp16 { _Float16 value; };
+struct fp16 { uint16_t bits; };
 
-inline float load(float x) { return x; }
-inline float load(bf16 x) {
-    uint32_t wide = uint32_t(x.bits) << 16;
+inline v16 splat(float x) { return v16{} + x; }
+
+inline v16 load16(const float* p) { return *reinterpret_cast<const v16u*>(p); }
+inline v16 load16(const bf16* p) {
+    const h16u narrow = *reinterpret_cast<const h16u*>(p);
+    return reinterpret_cast<v16>(__builtin_convertvector(narrow, u16v) << 16);
+}
+inline float load1(float x) { return x; }
+inline float load1(bf16 x) {
+    const uint32_t wide = uint32_t(x.bits) << 16;
     float out;
     std::memcpy(&out, &wide, 4);
     return out;
 }
-inline float load(fp16 x) { return float(x.value); }
+inline float load1(fp16 x) {
+    _Float16 half;
+    std::memcpy(&half, &x.bits, 2);
+    return float(half);
+}
+inline v16 load16(const fp16* p) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<v16>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__)
+    union { __m256 half[2]; v16 all; } out;
+    out.half[0] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    out.half[1] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)));
+    return out.all;
+#else
+    v16 out;
+    for (int i = 0; i < 16; ++i) out[i] = load1(p[i]);
+    return out;
+#endif
+}
 
-// dot products of one key row with the G queries of its group: the row is read once
+inline float sum16(v16 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
+#else
+    float total = 0.0f;
+    for (int i = 0; i < 16; ++i) total += x[i];
+    return total;
+#endif
+}
+
+// exp(x) for x <= 0, relative error about 2e-7; zero below -87, where float32 ends
+inline v16 exp16(v16 x) {
+    const i16v tiny = x < splat(-87.0f);
+    x = tiny ? splat(-87.0f) : x;
+    const v16 shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23 rounds to an integer in the low bits
+    const v16 n = shifted - 12582912.0f;
+    const v16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    v16 p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const i16v power = (__builtin_convertvector(n, i16v) + 127) << 23;
+    return tiny ? v16{} : p * reinterpret_cast<v16>(power);
+}
+
+// exp(x[i] - top) in place, returns the sum
+inline float exponentials(float* x, int64_t count, float top) {
+    v16 total{};
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const v16 e = exp16(load16(x + i) - top);
+        *reinterpret_cast<v16u*>(x + i) = e;
+        total += e;
+    }
+    float sum = sum16(total);
+    for (; i < count; ++i) sum += x[i] = std::exp(x[i] - top);
+    return sum;
+}
+
+inline float largest(const float* x, int64_t count, float top) {
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < count; ++i) top = std::max(top, x[i]);
+    return top;
+}
+
+// logits of one key row for G queries: the row is read once
+template <int G, class T>
+inline void dots(const T* row, const float* q, int64_t dim, float* out, int64_t stride) {
+    v16 sum[G] = {};
+    int64_t d = 0;
+    for (; d + 16 <= dim; d += 16) {
+        const v16 x = load16(row + d);
+        for (int g = 0; g < G; ++g) sum[g] += x * load16(q + g * dim + d);
+    }
+    for (int g = 0; g < G; ++g) out[g * stride] = sum16(sum[g]);
+    for (; d < dim; ++d)
+        for (int g = 0; g < G; ++g) out[g * stride] += load1(row[d]) * q[g * dim + d];
+}
+
+// the same for any number of queries, four at a time
 template <class T>
 inline void dots(const T* row, const float* q, int64_t groups, int64_t dim, float* out, int64_t stride) {
-    for (int64_t g = 0; g < groups; ++g) {
-        const float* query = q + g * dim;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t d = 0; d < dim; ++d) sum += load(row[d]) * query[d];
-        out[g * stride] = sum;
+    for (; groups >= 4; groups -= 4, q += 4 * dim, out += 4 * stride) dots<4>(row, q, dim, out, stride);
+    if (groups == 3) dots<3>(row, q, dim, out, stride);
+    if (groups == 2) dots<2>(row, q, dim, out, stride);
+    if (groups == 1) dots<1>(row, q, dim, out, stride);
+}
+
+// acc[g] += sum_j w[g][j] * rows[j], for G queries and V sixteens of the head dimension held in registers
+template <int G, int V, class T>
+inline void weigh(const float* w, const T* const* rows, int64_t count, int64_t at, int64_t dim, float* acc) {
+    v16 sum[G][V];
+    for (int g = 0; g < G; ++g)
+        for (int i = 0; i < V; ++i) sum[g][i] = load16(acc + g * dim + at + 16 * i);
+    for (int64_t j = 0; j < count; ++j) {
+        v16 x[V];
+        for (int i = 0; i < V; ++i) x[i] = load16(rows[j] + at + 16 * i);
+        for (int g = 0; g < G; ++g)
+            for (int i = 0; i < V; ++i) sum[g][i] += x[i] * w[g * kBlock + j];
     }
+    for (int g = 0; g < G; ++g)
+        for (int i = 0; i < V; ++i) *reinterpret_cast<v16u*>(acc + g * dim + at + 16 * i) = sum[g][i];
+}
+
+template <int G, class T>
+inline void weigh(const float* w, const T* const* rows, int64_t count, int64_t dim, float* acc) {
+    int64_t d = 0;
+    for (; d + 64 <= dim; d += 64) weigh<G, 4>(w, rows, count, d, dim, acc);
+    for (; d + 16 <= dim; d += 16) weigh<G, 1>(w, rows, count, d, dim, acc);
+    for (; d < dim; ++d)
+        for (int64_t j = 0; j < count; ++j)
+            for (int g = 0; g < G; ++g) acc[g * dim + d] += w[g * kBlock + j] * load1(rows[j][d]);
 }
 
 // running softmax of G queries: largest logit, sum of exponentials, weighted sum of values
@@ -47,35 +170,31 @@ struct Partial {
     float* values;   // [G, Dv]
 };
 
+// add a block of keys: scores [G, kBlock] become weights
 template <class T>
-inline void absorb(const float* scores, int64_t count, const T* const* rows, int64_t groups, int64_t dim, Partial part) {
-    float weights[kBlock];
+inline void absorb(float* scores, int64_t count, const T* const* rows, int64_t groups, int64_t dim, Partial part) {
     for (int64_t g = 0; g < groups; ++g) {
-        const float* s = scores + g * kBlock;
-        float top = part.largest[g];
-        for (int64_t j = 0; j < count; ++j) top = std::max(top, s[j]);
-        if (top == kNever) continue;
-        float* acc = part.values + g * dim;
+        float* s = scores + g * kBlock;
+        const float top = largest(s, count, part.largest[g]);
+        if (top == kNever) {
+            std::fill_n(s, count, 0.0f);
+            continue;
+        }
         const float shrink = std::exp(part.largest[g] - top);
         if (shrink != 1.0f) {
             part.sum[g] *= shrink;
+            float* acc = part.values + g * dim;
 #pragma omp simd
             for (int64_t d = 0; d < dim; ++d) acc[d] *= shrink;
         }
         part.largest[g] = top;
-        float total = 0.0f;
-        for (int64_t j = 0; j < count; ++j) {
-            weights[j] = std::exp(s[j] - top);
-            total += weights[j];
-        }
-        part.sum[g] += total;
-        for (int64_t j = 0; j < count; ++j) {
-            const float w = weights[j];
-            const T* row = rows[j];
-#pragma omp simd
-            for (int64_t d = 0; d < dim; ++d) acc[d] += w * load(row[d]);
-        }
+        part.sum[g] += exponentials(s, count, top);
     }
+    float* acc = part.values;
+    for (; groups >= 4; groups -= 4, scores += 4 * kBlock, acc += 4 * dim) weigh<4>(scores, rows, count, dim, acc);
+    if (groups == 3) weigh<3>(scores, rows, count, dim, acc);
+    if (groups == 2) weigh<2>(scores, rows, count, dim, acc);
+    if (groups == 1) weigh<1>(scores, rows, count, dim, acc);
 }
 
 struct Cache {
@@ -84,17 +203,23 @@ struct Cache {
 };
 
 // attend the keys column(j), j in [begin, end), of one selection head
+// attend the keys column(j), j in [begin, end), of one selection head
 template <class T, class Column>
 void attend(const float* q, const T* k, const T* v, const Cache& c, int64_t groups, int64_t dim, int64_t dim_v,
             int64_t begin, int64_t end, Column column, Partial part) {
     std::vector<float> scores(groups * kBlock);
     const T* rows[kBlock];
+    constexpr int64_t line = 64 / sizeof(T);
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t count = std::min(kBlock, end - at);
         for (int64_t j = 0; j < count; ++j) {
             const int64_t col = column(at + j);
             rows[j] = v + col * c.v_col;
-            if (at + j + 8 < end) __builtin_prefetch(k + column(at + j + 8) * c.k_col);
+            if (at + j + kAhead < end) {
+                const T* next = k + column(at + j + kAhead) * c.k_col;
+                for (int64_t d = 0; d < dim; d += line) __builtin_prefetch(next + d);
+            }
+            for (int64_t d = 0; d < dim_v; d += line) __builtin_prefetch(rows[j] + d);  // read after this block's scores
             dots(k + col * c.k_col, q, groups, dim, scores.data() + j, kBlock);
         }
         absorb(scores.data(), count, rows, groups, dim_v, part);
@@ -168,13 +293,16 @@ void decode(const float* q, const Cache& c, int64_t b, int64_t hkv, int64_t head
         merge(parts, pair * splits, (pair + 1) * splits, out + pair * groups * dim_v, lse + pair * groups);
 }
 
-float log_sum_exp(const float* x, int64_t count, float top, float sum) {
-    float larger = top;
-    for (int64_t i = 0; i < count; ++i) larger = std::max(larger, x[i]);
-    if (larger == kNever) return kNever;
-    float total = top == kNever ? 0.0f : sum * std::exp(top - larger);
-    for (int64_t i = 0; i < count; ++i) total += std::exp(x[i] - larger);
-    return larger + std::log(total);
+// log(sum of exp) of x and of what was summed before; x is left as it is
+float log_sum_exp(const float* x, int64_t count, float before) {
+    const float top = largest(x, count, before);
+    if (top == kNever) return kNever;
+    v16 sums{};
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) sums += exp16(load16(x + i) - top);
+    float total = sum16(sums) + (before == kNever ? 0.0f : std::exp(before - top));
+    for (; i < count; ++i) total += std::exp(x[i] - top);
+    return top + std::log(total);
 }
 
 // the order of float32 scores as unsigned integers; the complement of the index decides ties for the lower one
@@ -186,13 +314,36 @@ inline uint64_t sortable(float score, int64_t index) {
     return uint64_t(bits) << 32 | uint32_t(~uint32_t(index));
 }
 
+// move the `take` largest keys to the front, in falling order: bins of the leading bits leave little to partition
+void select(std::vector<uint64_t>& keys, int64_t take) {
+    constexpr int kShift = 52;
+    const auto larger = std::greater<uint64_t>();
+    std::vector<int64_t> held(size_t(1) << (64 - kShift), 0);
+    for (uint64_t key : keys) ++held[key >> kShift];
+    int64_t above = 0;
+    size_t bin = held.size();
+    while (bin > 0 && above < take) above += held[--bin];
+    // everything in higher bins is in; the bin itself is partitioned
+    std::vector<uint64_t> chosen, border;
+    chosen.reserve(above);
+    for (uint64_t key : keys) {
+        if (key >> kShift > bin) chosen.push_back(key);
+        else if (key >> kShift == bin) border.push_back(key);
+    }
+    const int64_t open = take - int64_t(chosen.size());
+    if (open < int64_t(border.size())) std::nth_element(border.begin(), border.begin() + open, border.end(), larger);
+    chosen.insert(chosen.end(), border.begin(), border.begin() + open);
+    std::sort(chosen.begin(), chosen.end(), larger);
+    std::copy(chosen.begin(), chosen.end(), keys.begin());
+}
+
 template <class T>
 void retrieve(const float* q, const Cache& c, const int64_t* chosen, int64_t r, int64_t hkv, int64_t heads, int64_t groups,
               int64_t dim, const int64_t* first, const int64_t* start, int64_t sink, int64_t local, int64_t n, int64_t topk,
               bool need_lse, bool mean, int64_t* order) {
     const int64_t threads = omp_get_max_threads();
     const int64_t pieces = std::max<int64_t>(1, std::min((2 * threads + r - 1) / r, n / kSplit));
-    std::vector<float> logits(r * groups * n), sinks(r * groups * std::max<int64_t>(sink, 1));
+    const std::unique_ptr<float[]> logits(new float[r * groups * n]), sinks(new float[r * groups * std::max<int64_t>(sink, 1)]);
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t task = 0; task < r * pieces; ++task) {
         const int64_t i = task / pieces, piece = task % pieces, pair = chosen[i], row = pair / heads;
@@ -201,21 +352,20 @@ void retrieve(const float* q, const Cache& c, const int64_t* chosen, int64_t r, 
         const float* query = q + pair * groups * dim;
         const int64_t from = begin + count * piece / pieces, to = begin + count * (piece + 1) / pieces;
         for (int64_t col = from; col < to; ++col)
-            dots(k + col * c.k_col, query, groups, dim, logits.data() + i * groups * n + col - begin, n);
+            dots(k + col * c.k_col, query, groups, dim, logits.get() + i * groups * n + col - begin, n);
         if (piece == 0 && need_lse)
             for (int64_t s = 0; s < sink; ++s)
-                dots(k + std::min(first[row] + s, n - 1) * c.k_col, query, groups, dim, sinks.data() + i * groups * sink + s, sink);
+                dots(k + std::min(first[row] + s, n - 1) * c.k_col, query, groups, dim, sinks.get() + i * groups * sink + s, sink);
     }
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t i = 0; i < r; ++i) {
         const int64_t row = chosen[i] / heads, begin = start[row], count = n - begin, middle = count - local;
-        float* all = logits.data() + i * groups * n;
+        float* all = logits.get() + i * groups * n;
         if (need_lse) {
             for (int64_t g = 0; g < groups; ++g) {
                 float* x = all + g * n;
-                const float* s = sinks.data() + (i * groups + g) * sink;
-                const float lse_sink = sink ? log_sum_exp(s, sink, kNever, 0) : kNever;
-                const float lse = log_sum_exp(x, count, lse_sink, 1.0f);
+                const float* s = sinks.get() + (i * groups + g) * sink;
+                const float lse = log_sum_exp(x, count, sink ? log_sum_exp(s, sink, kNever) : kNever);
                 for (int64_t j = 0; j < middle; ++j) x[j] -= lse;
             }
             for (int64_t j = 0; j < middle; ++j) {
@@ -232,9 +382,7 @@ void retrieve(const float* q, const Cache& c, const int64_t* chosen, int64_t r, 
         std::vector<uint64_t> keys(std::max<int64_t>(middle, 0));
         for (int64_t j = 0; j < middle; ++j) keys[j] = sortable(all[j], j);
         const int64_t take = std::min<int64_t>(topk, keys.size());
-        auto larger = [](uint64_t a, uint64_t b) { return a > b; };
-        if (take < int64_t(keys.size())) std::nth_element(keys.begin(), keys.begin() + take, keys.end(), larger);
-        std::sort(keys.begin(), keys.begin() + take, larger);
+        select(keys, take);
         for (int64_t j = 0; j < topk; ++j) order[i * topk + j] = j < take ? begin + int64_t(uint32_t(~uint32_t(keys[j]))) : -1;
     }
 }
