@@ -28,6 +28,7 @@ def command(
     search: Annotated[
         str, typer.Option("--search", help="psaw, etf, both, separated by spaces: search the grid of their settings.")
     ] = "",
+    plot: Annotated[Path | None, typer.Option("--plot", help="Picture of the whole file (png, svg or pdf).")] = None,
     limit: Annotated[
         float, typer.Option("--limit", min=0.0, help="Largest upper end of the interval of the relative change.")
     ] = 0.01,
@@ -60,6 +61,7 @@ def command(
 
     from prehoc import models
     from prehoc.config import check_choice
+    from prehoc.eval.perplexity import check_lengths
     from prehoc.eval.prefill_search import add_run, read_document, run, table, write_document
     from prehoc.eval.prefill_sweep import Sweep, spell
     from prehoc.eval.windows import cut_windows
@@ -73,11 +75,18 @@ def command(
         check_choice("search", family, ("psaw", "etf", "both"))
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {str(out.parent)!r} for --out; make it first")
+    if plot is not None:
+        from prehoc.plot.cis import check_target
+
+        check_target(plot)
+        if not plot.parent.is_dir():
+            raise ValueError(f"there is no folder {str(plot.parent)!r} for --plot; make it first")
     document = read_document(out)
     _common.setup(threads)
     before = torch.get_float32_matmul_precision()
     with _common.progress() as report:
         loaded, tokenizer = models.load(model, dtype=dtype, progress=report)
+        check_lengths(loaded, window, continuation)
         cut = cut_windows(tokenizer, text_file, windows, window)
         torch.set_float32_matmul_precision(MATMUL[matmul])
         try:
@@ -91,7 +100,7 @@ def command(
         "command": provenance.command(),
         "machine": provenance.machine(),
         "versions": provenance.versions(),
-        "model": model,
+        "model": provenance.hide_folders(model),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "matmul": matmul,
         "windows": windows,
@@ -105,6 +114,10 @@ def command(
     }
     add_run(document, {**facts, **result})
     write_document(out, document)
+    if plot is not None:
+        from prehoc.plot.tune import draw
+
+        draw(document, plot)
     if as_json:
         _common.emit_json(document)
     else:

@@ -1,0 +1,126 @@
+"""``prehoc tune prefill`` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from prehoc import cli
+from prehoc.eval.perplexity import paired_change
+
+WORDS = [f"w{i}" for i in range(60)]
+METHODS = "psaw:start_layer=1,phi=0.3 etf:start_layer=1,psi=0.3"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer of one token a word, and a text."""
+    path = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>").save_pretrained(path)
+    (path / "text.txt").write_text(" ".join(WORDS * 8))
+    return path
+
+
+def tune(monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, *more: str, window: int = 100) -> int:
+    words = [
+        "--model",
+        str(folder),
+        "--text-file",
+        str(folder / "text.txt"),
+        "--out",
+        str(out),
+        "--window",
+        str(window),
+    ]
+    words += ["--windows", "4", "--batch", "2", "--continuation", "12", *more]
+    monkeypatch.setattr(sys, "argv", ["prehoc", "tune", "prefill", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_rows_intervals_and_a_second_run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t.json"
+    monkeypatch.setenv("PREHOC_DATA", str(folder))
+    assert tune(monkeypatch, folder, out, "--methods", METHODS, "--block", "16", "--json") == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document == json.loads(out.read_text())
+    (run,) = document["runs"]
+    assert (
+        run["window"] == 100 and "$PREHOC_DATA/text.txt" in run["command"] and str(folder) not in json.dumps(document)
+    )
+    assert [row["method"].split(":")[0] for row in run["rows"]] == ["dense", "psaw", "etf"]
+    dense, psaw, etf = run["rows"]
+    change = paired_change(psaw["continuation_nll"], dense["continuation_nll"])
+    assert psaw["continuation"]["high"] == pytest.approx(change.high, abs=2e-6)
+    assert etf["window"] is None and etf["saved"] > 0
+
+    part, picture = tmp_path / "t.part.jsonl", tmp_path / "t.png"
+    lines = part.read_text()
+    assert len(lines.splitlines()) == 6
+    assert (
+        tune(monkeypatch, folder, out, "--methods", METHODS, "--block", "16", "--search", "etf", "--plot", str(picture))
+        == 0
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert part.read_text().startswith(lines)  # nothing was measured again
+    assert "chosen for etf" in capsys.readouterr().out
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["rows"][:3] == document["runs"][0]["rows"] and set(run["chosen"]) == {"etf"}
+
+
+@pytest.mark.parametrize(
+    ("more", "window", "message"),
+    [
+        (["--methods", "pswa"], 100, "unknown method 'pswa'; did you mean 'psaw'?"),
+        (["--methods", "cis"], 100, "method 'cis' does not prune a prefill"),
+        (["--search", "psw"], 100, "unknown search 'psw'; did you mean 'psaw'?"),
+        (["--matmul", "float16"], 100, "unknown matmul 'float16'"),
+        ([], 129, "window=129 exceeds the model's 128 positions"),
+        (["--windows", "40"], 100, "text.txt has 480 tokens, too short for 40 windows of 100"),
+    ],
+)
+def test_bad_input(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    window: int,
+    message: str,
+) -> None:
+    assert tune(monkeypatch, folder, tmp_path / "t.json", *more, window=window) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_something_else_is_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t.json"
+    out.write_text('{"other": 1}')
+    assert tune(monkeypatch, folder, out) == 2
+    assert "not a file of prehoc tune prefill" in capsys.readouterr().err
+    assert out.read_text() == '{"other": 1}'
