@@ -192,7 +192,7 @@ def show(answers: list[Answer], console: Console) -> None:
     from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, expand=False, padding=(0, 1), show_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for one in answers:
         table.add_column(Text(one.report.method), overflow="fold", ratio=1)
     for label, cell in _ROWS:
@@ -226,7 +226,7 @@ def _retrievals(one: Answer) -> str:
 def _mass(one: Answer) -> str:
     mean, low, high = one.report.retained_mass
     if one.report.audited:
-        return f"{mean:.4f} [{low:.4f}, {high:.4f}], n = {one.report.audited}"
+        return f"{mean:.4f}, 95 % [{low:.4f}, {high:.4f}], n = {one.report.audited}"
     d = one.report.decode
     return "1, every key is read" if d.keys_read == d.keys_visible else "not audited"
 
@@ -247,8 +247,8 @@ _ROWS: tuple[tuple[str, Callable[[Answer], str]], ...] = (
     ("prefill operations", _operations),
     ("decode", lambda one: _rate(one.decode_rate)),
     ("new tokens", lambda one: str(len(one.tokens))),
-    ("keys read, per head and step", _keys),
-    ("bytes read, per step", _bytes),
+    ("keys read per head, step", _keys),
+    ("bytes read per step", _bytes),
     ("retrieval ratio", _retrievals),
-    ("retained mass (audit, 95 %)", _mass),
+    ("retained mass, audited", _mass),
 )
