@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,16 @@ DOCUMENT = (
 ) * 4
 
 
+_load = functools.cache(models.load)  # the same model for all tests of this file
+
+
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    import torch
+
+    def load(model: str, dtype: str, progress: Any = None) -> Any:
+        return _load(model, dtype)
+
     def call(*args: str) -> int:
         monkeypatch.setattr(sys, "argv", ["prehoc", "generate", *args])
         try:
@@ -32,7 +41,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
             return int(stop.code or 0)
         return 0
 
-    return call
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(models, "load", load)
+    yield call
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -43,7 +55,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading weights fails the test: the fault must be found before."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +106,8 @@ def test_compare_json(run: Run, smollm2_path: Path, file: Path, capsys: pytest.C
     assert dense["method"] == "dense"
     assert cis["method"] == "cis:budget=96,block_size=4,tau=0.9"
     assert document["versions"]["prehoc"]
+    assert document["machine"]["torch_threads"] == 1
+    assert document["command"].startswith("prehoc generate --model")
     for one in (dense, cis):
         assert 0 < len(one["tokens"]) <= 12
         assert one["first_token_seconds"] > 0

@@ -100,12 +100,15 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def warm_up(model: Any, ids: list[int]) -> None:
-    """Run a few tokens, so that the method that happens to be first does not pay for start-up."""
+def warm_up(model: Any, ids: list[int], settings: Settings) -> None:
+    """Run a few tokens, so that the method that happens to be first pays neither for start-up nor for compiling kernels."""
     import torch
 
+    import prehoc
+
     few = torch.tensor([ids[:16]], device=model.device)
-    model.generate(few, attention_mask=torch.ones_like(few), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    with prehoc.sparsify(model, "dense", backend=settings.backend):
+        model.generate(few, attention_mask=torch.ones_like(few), max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 def answer(

@@ -119,9 +119,10 @@ def run(
         reader = Reader.of(models.resolve(model, progress=report))
         ids, cut = reader.fit(text, ask, how.new_tokens, truncate)
         loaded, tokenizer = models.load(model, dtype, progress=report)
+        report("preparing", 0, 0)
+        _answers.warm_up(loaded, ids, how)
     if cut:
         _common.log(f"{cut} of {len(text)} characters were left out of the middle of the text")
-    _answers.warm_up(loaded, ids)
     answers = []
     for method in methods:
         stream = len(methods) == 1 and not as_json
@@ -187,21 +188,15 @@ def _document(
 ) -> dict[str, Any]:
     import dataclasses
 
-    import torch
-    import transformers
-
-    import prehoc
+    from prehoc import provenance
     from prehoc.cli._answers import agreement
 
     return {
-        "model": model,
+        "model": provenance.hide_folders(model),
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "prehoc": prehoc.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "command": provenance.command(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
         **about,
         "ask": ask,
         "prompt_tokens": prompt_tokens,
