@@ -57,7 +57,7 @@ def test_publishes_every_setting_beside_dense(
     out = tmp_path / "sweep.json"
     assert call(monkeypatch, folder, out, "--plot", str(tmp_path / "sweep.png")) == 0
     shown = capsys.readouterr().out
-    assert "budget 64" in shown and "| dense | - |" in shown and "| s=16, tau=0.7 |" in shown
+    assert "budget 64" in shown and "| dense | - |" in shown and "| s=16, tau=0.6 |" in shown
     document = json.loads(out.read_text())
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
     assert {file.name for file in tmp_path.iterdir()} == {"sweep.json", "sweep.png"}

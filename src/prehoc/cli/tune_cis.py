@@ -45,7 +45,8 @@ def command(
         from prehoc.plot.cis import check_target
 
         check_target(plot)
-    from prehoc import models
+    from prehoc import kernels, models
+    from prehoc.config import default_backend
     from prehoc.eval.cis_sweep import choose_layers, run, settings, table
     from prehoc.eval.prefill_search import write_document
     from prehoc.eval.windows import cut_windows
@@ -61,6 +62,7 @@ def command(
         facts = {
             "model": provenance.hide_folders(model),
             "dtype": str(loaded.dtype).removeprefix("torch."),
+            "backend": kernels.resolve(backend or default_backend(), next(loaded.parameters()).device),
             "texts": cut.texts,
             "prompt_tokens": prompt_tokens,
             "steps": steps,

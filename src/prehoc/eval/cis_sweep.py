@@ -59,17 +59,17 @@ def settings(budgets: Sequence[int]) -> list[Setting]:
         ]
         changes: list[tuple[str, str, dict[str, Any]]] = [
             *((f"s={s}", "block_size", {"block_size": s}) for s in (2, 4, 16, 32)),
-            *((f"tau={tau}", "tau", {"tau": tau}) for tau in (0.6, 0.7, 0.9)),
+            *((f"tau={tau}", "tau", {"tau": tau}) for tau in (0.5, 0.6, 0.7, 0.9)),
             *((f"s={s}, no gate", "no gate", {"block_size": s, "tau": -1.0}) for s in (2, 4, 8)),
             ("m=0", "dilate", {"dilate": 0}),
             ("m=k/6", "dilate", {"dilate": critical // 6}),
             ("m=k", "dilate", {"dilate": critical}),
-            *((f"r={r}", "radius", {"radius": r}) for r in (2, 3)),
+            ("r=2", "radius", {"radius": 2}),
             ("query_head", "granularity", {"granularity": "query_head"}),
             ("block refresh", "refresh", {"refresh": "block"}),
             ("sliding local", "local_window", {"local_window": "sliding"}),
             ("matched", "matched", {"matched": True}),
-            *((f"s={s}, tau=0.7", "s and tau", {"block_size": s, "tau": 0.7}) for s in (4, 16)),
+            *((f"s={s}, tau=0.6", "s and tau", {"block_size": s, "tau": 0.6}) for s in (4, 16)),
         ]
         rows += [
             Setting(label, varies, budget, dataclasses.replace(base, **change)) for label, varies, change in changes
