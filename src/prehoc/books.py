@@ -106,7 +106,7 @@ class Books:
             t.bytes_anchors += b * h * d * 4
         nothing = torch.zeros_like(chosen.lengths)
         retrieved = nothing if decision.retrieved is None else decision.retrieved.to(torch.int32)
-        copied = nothing if chosen.keys is None else chosen.lengths * retrieved
+        copied = chosen.lengths * retrieved if decision.copied else nothing
         counts = torch.stack([chosen.lengths, retrieved, copied]).sum(2)  # [3, B]
         self._pending.append((counts, decision.scored, d * size, pair))
         if len(self._pending) >= 256:

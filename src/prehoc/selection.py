@@ -133,6 +133,8 @@ class Decision:
         Whether the gate read stored anchors.
     heads : int or None
         Hs where `selection` does not say it (None: Hkv).
+    copied : bool
+        Whether the keys and values of the retrieved heads were copied.
     """
 
     selection: Selection | Window | None
@@ -142,6 +144,7 @@ class Decision:
     scored: tuple[int, ...] = ()
     anchors: bool = False
     heads: int | None = None
+    copied: bool = False
 
 
 class State(dict[str, Any]):

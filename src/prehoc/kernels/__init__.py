@@ -13,10 +13,11 @@ from prehoc.config import unknown
 from prehoc.kernels import prefill, reference
 
 BACKENDS = ("auto", "reference", "cpu")
+NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of keys and values; the torch kernels take any
 
 
-def resolve(name: str, device: torch.device) -> str:
-    """Return the backend that `name` means on `device`.
+def resolve(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """Return the backend that `name` means on `device` for keys and values of `dtype`.
 
     Raises
     ------
@@ -26,10 +27,19 @@ def resolve(name: str, device: torch.device) -> str:
     if name not in BACKENDS:
         raise unknown("backend", name, BACKENDS)
     if name == "auto":
-        return "cpu" if device.type == "cpu" and _cpu_or_warning() else "reference"
+        if device.type != "cpu":
+            return "reference"
+        if dtype not in NATIVE_DTYPES:
+            _warn(dtype)
+            return "reference"
+        return "cpu" if _cpu_or_warning() else "reference"
     if name == "cpu":
         if device.type != "cpu":
             raise ValueError(f"backend 'cpu' cannot run on {device}; use auto or reference")
+        if dtype not in NATIVE_DTYPES:
+            raise ValueError(
+                f"backend 'cpu' cannot run with {dtype}; use auto or reference, or load the model in float32"
+            )
         if (reason := _cpu_fails()) is not None:
             raise ValueError(f"backend 'cpu' cannot run here: {reason}; or use backend 'reference', which is slower")
     return name
@@ -64,6 +74,11 @@ def _cpu_or_warning() -> bool:
     if reason is not None:
         warnings.warn(f"prehoc uses its slow torch kernels: {reason}", RuntimeWarning, stacklevel=2)
     return reason is None
+
+
+@functools.cache
+def _warn(dtype: torch.dtype) -> None:
+    warnings.warn(f"prehoc uses its slow torch kernels: no native one takes {dtype}", RuntimeWarning, stacklevel=3)
 
 
 __all__ = ["BACKENDS", "get", "prefill", "reference", "resolve"]

@@ -125,13 +125,13 @@ class CIS:
             need = torch.ones_like(cosine, dtype=torch.bool)
         if not all(middle.counted):
             need &= torch.tensor(middle.counted, device=device)[:, None]
-        today = None
+        today, copies = None, look and self._keeps_copies(step)
         if not look or bool(need.any()):  # where the host may not look, all heads retrieve and the mask decides
             chosen = None if not look or bool(need.all()) else need.flatten().nonzero()[:, 0]
             reserve = self._growth if self.matched else None
             lists = retrieve_lists(step, middle, chosen, self.size(), self.dilate, self.radius, reserve)
             today = self._store(state, lists, unit, need, chosen, boundary)
-            if look and self._keeps_copies(step):
+            if copies:
                 _compact.refill(state, step, chosen, lists[0])
         indices, lengths = today or (state["indices"], state["lengths"])
         if not all(middle.counted):
@@ -141,7 +141,7 @@ class CIS:
         if "keys" in state and all(middle.counted):
             longest = selection.indices.shape[2]
             selection.keys, selection.values = state["keys"][:, :, :longest], state["values"][:, :, :longest]
-        return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs)
+        return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs, copied=copies)
 
     def _keeps_copies(self, step: Step) -> bool:
         """Return whether the selected rows are worth copying: lists that only grow, and kernels that would gather them."""

@@ -281,8 +281,8 @@ def attach(
         raise ValueError(f"unsupported model: {support.reason}")
     if getattr(model, "_prehoc_session", None) is not None:
         raise ValueError("the model is attached already: leave its sparsify block or call session.detach() first")
-    device = next(model.parameters()).device
-    name = kernels.resolve(default_backend() if backend is None else backend, device)
+    device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
+    name = kernels.resolve(default_backend() if backend is None else backend, device, dtype)
     for part in (plan.window, plan.freeze):
         if part is not None:
             resolve_start_layer(part.start_layer, len(find_base(model)[1]))  # type: ignore[index]
