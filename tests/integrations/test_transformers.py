@@ -234,6 +234,17 @@ def test_masks_of_the_callers_own(net: Any) -> None:
             net(ids, attention_mask=mask[None, None], use_cache=False)
 
 
+def test_auto_falls_back_where_no_native_kernel_runs(exact: Any) -> None:
+    ids = tokens(1, 52)
+    with sparsify(exact, CIS(**SMALL), backend="reference"):
+        wanted = generated(exact, ids)[1]
+    with prehoc.sparsify(exact, CIS(**SMALL), backend="auto") as session:
+        assert session.backend == "reference"
+        assert torch.equal(generated(exact, ids)[1], wanted)
+    with pytest.raises(ValueError, match="backend 'cpu' cannot run with torch.float64; use auto or reference"):
+        prehoc.attach(exact, "cis", backend="cpu")
+
+
 # --------------------------------------------------------------------------------------------------------------- caches
 
 
@@ -333,6 +344,25 @@ def test_crop_drops_tokens_and_selection_state(exact: Any) -> None:
             layer.store.state.clear()
         one, two = (exact(ids[:, 57:58], use_cache=True, **{name: c}).logits for c in caches)
     torch.testing.assert_close(one, two, atol=1e-9, rtol=0)
+
+
+def test_an_extension_starts_the_selection_anew(exact: Any) -> None:
+    """After a forward of several tokens every head retrieves again: a shared set would miss them."""
+    ids, name = tokens(1, 70), cache_name(exact)
+    for tail in (5, 2):
+        recorder = Recorder()
+        with sparsify(exact, CIS(**{**SMALL, "tau": -1.0})) as session, torch.no_grad():
+            cache = session.new_cache()
+            exact(ids[:, :50], use_cache=True, **{name: cache})
+            for i in range(50, 52):
+                exact(ids[:, i : i + 1], use_cache=True, **{name: cache})
+            session.recorder = recorder
+            exact(ids[:, 52 : 52 + tail], use_cache=True, **{name: cache})
+            assert not recorder.entries and all(layer.store.state == {} for layer in cache.layers)
+            for i in range(52 + tail, 55 + tail):
+                exact(ids[:, i : i + 1], use_cache=True, **{name: cache})
+        shared = [all(map(all, e["retrieved"])) for e in recorder.entries]
+        assert shared == [True] * 4 + [False] * 8
 
 
 def _crop(cache: Any, columns: int) -> int:
@@ -539,19 +569,20 @@ BOOKS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "backend"), [("llama", "auto"), ("llama", "reference"), ("gemma3", "auto")])
 @pytest.mark.parametrize("name", BOOKS)
-def test_books_balance(name: str, family: str) -> None:
+def test_books_balance(name: str, family: str, backend: str) -> None:
     """Every number of the report is counted again from the recorded decisions, with loops."""
     net, recorder = families.model(family), Recorder()
     ids, mask = padded((0, 17, 44), 52)
-    with sparsify(net, BOOKS[name], audit=0.0) as session:
+    with sparsify(net, BOOKS[name], audit=0.0, backend=backend) as session:
         session.recorder = recorder
         generated(net, ids, mask, 14)
         d = session.report().decode
+        copies = session.backend == "reference" and name in ("cis", "cis-query-head", "cpe")
     layers = 2 if family == "gemma3" else 4
     assert d.steps == 13 and len(recorder.entries) == 13 * layers
-    keys = visible = counted = hits = scored = processed = dense = triples = indices = 0
+    keys = visible = counted = hits = scored = processed = dense = triples = indices = copied = 0
     for e in recorder.entries:
         n, hkv, pair = e["n"], e["hkv"], (e["d"] + e["dv"]) * e["size"]
         real = [n - pad for pad in e["pads"]]
@@ -568,6 +599,7 @@ def test_books_balance(name: str, family: str) -> None:
                         hits += 1
                         begin = max(2, e["masked"][row])
                         scored += (2 + real[row] - begin) * e["d"] * e["size"]
+                        copied += len(used) * pair * copies
         else:
             lists = e.get("window", [list(range(pad, n)) for pad in e["pads"]])
             heads = e["h"] if name == "cis-query-head" else hkv
@@ -584,6 +616,7 @@ def test_books_balance(name: str, family: str) -> None:
     assert (d.triples, d.keys_visible, d.keys_read) == (triples, visible, keys)
     assert (d.counted_triples, d.retrievals, d.bytes_scored) == (counted, hits, scored)
     assert (d.bytes_processed, d.bytes_dense, d.bytes_indices) == (processed, dense, indices)
+    assert d.bytes_copied == copied and (copied > 0) == copies
     assert d.triples == d.counted_triples + d.covered_triples + d.dense_triples + d.sliding_triples
     parts = {k: v for k, v in vars(d).items() if k.startswith("bytes_") and k not in ("bytes_dense", "bytes_read")}
     assert d.bytes_read == sum(parts.values())

@@ -247,6 +247,7 @@ class Walk:
     masked: Callable[[int], int] = staticmethod(lambda t: 0)
     scale: float = 0.25
     dtype: torch.dtype = torch.float32
+    backend: str = "reference"
 
     @property
     def pads(self) -> tuple[int, ...]:
@@ -277,7 +278,7 @@ class Walk:
                 q = torch.where(change, normal(*q.shape), q)
             n = self.prompt + i + 1
             masked = tuple(self.masked(n - p) for p in self.pads)
-            yield Step(0, q.to(self.dtype), k[:, :, :n], v[:, :, :n], self.scale, self.rows, masked, "reference")
+            yield Step(0, q.to(self.dtype), k[:, :, :n], v[:, :, :n], self.scale, self.rows, masked, self.backend)
 
 
 def window(share: float, local: int) -> Callable[[int], int]:
@@ -346,12 +347,16 @@ def cases() -> Iterator[Any]:
             for w, walk in enumerate(WALKS):
                 fast = (i + j) % len(WALKS) == w or (i == 0 and (w + j) % 2)
                 marks = () if fast else (pytest.mark.slow,)
-                yield pytest.param({**BASE, **reading, **keys}, walk, id=f"{variant}-{j}-{walk}", marks=marks)
+                for backend in ("auto", "reference"):
+                    if fast and backend == ("auto", "reference")[(i // 8 + j + w) % 2]:
+                        continue
+                    name = f"{variant}-{j}-{walk}-{backend}"
+                    yield pytest.param({**BASE, **reading, **keys}, walk, backend, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("keys", "walk"), list(cases()))
-def test_equals_the_simulator(keys: dict[str, Any], walk: str) -> None:
-    simulator = simulate(CIS(**keys), WALKS[walk])
+@pytest.mark.parametrize(("keys", "walk", "backend"), list(cases()))
+def test_equals_the_simulator(keys: dict[str, Any], walk: str, backend: str) -> None:
+    simulator = simulate(CIS(**keys), dataclasses.replace(WALKS[walk], backend=backend))
     if WALKS[walk].integer and WALKS[walk].group == 1 and keys.get("mass") is None:
         assert simulator.excused == 0  # exact arithmetic: ties are bit-equal
     assert simulator.excused <= max(3, 0.02 * simulator.compared)
