@@ -1,0 +1,170 @@
+"""Write what README and docs show of measurements, from the committed JSON files beside this script: picture and tables.
+
+prehoc demo --json > benchmarks/demo.json
+prehoc bench decode --json > benchmarks/decode_smollm2.json       # optional: any decode*.json is shown
+python benchmarks/readme.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "docs" / "img" / "dense_and_cpe.png"
+BLUE, ORANGE = "#0072b2", "#e69f00"  # of a palette that is told apart without colour vision; hatches tell it twice
+PARTS = (("bytes_processed", "keys and values", ""), ("bytes_scored", "scored by retrievals", "///"))
+SMALL = ("bytes_copied", "bytes_indices", "bytes_anchors")
+
+
+def main() -> None:
+    demo = json.loads((ROOT / "benchmarks" / "demo.json").read_text())
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    draw(demo)
+    for path in DOCUMENTS:
+        path.write_text(fill(path, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def fill(path: Path, text: str) -> str:
+    """Return a document's text with the parts between its markers written anew."""
+    for name, section in DOCUMENTS[path].items():
+        pattern = rf"(<!-- {name}: [^\n]* -->\n).*?(<!-- /{name} -->)"
+        text, found = re.subn(pattern, lambda m, c=section(): m[1] + c + m[2], text, count=1, flags=re.S)
+        if not found:
+            raise ValueError(f"{path.name} has no place for {name!r}")
+    return text
+
+
+def demo_section() -> str:
+    """Return what one run of the demo read and missed, in counts that do not depend on the machine's speed."""
+    demo = json.loads((ROOT / "benchmarks" / "demo.json").read_text())
+    dense, cpe = demo["answers"]
+    read, books = cpe["report"]["decode"], cpe["report"]["prefill"]
+    mass = cpe["report"]["retained_mass"]
+    lines = [
+        "One run of `make demo`, in counts that do not depend on the machine's speed"
+        f" ({demo['prompt_tokens']} tokens of prompt, {len(cpe['tokens'])} written, SmolLM2-135M-Instruct, float32;"
+        " [data and command](benchmarks/demo.json)):\n",
+        f"| | dense | `{cpe['method']}` |",
+        "|---|---|---|",
+        f"| keys read per head and step | {_keys(dense):.0f} | {_keys(cpe):.0f} |",
+        f"| bytes read per step | {_bytes(dense):.1f} MB | {_bytes(cpe):.1f} MB |",
+        f"| retrieval ratio | | {read['retrieval_ratio']:.3f} |",
+        f"| retained mass, audited | 1 | {mass['mean']:.4f} (95 % interval {mass['low']:.4f} to {mass['high']:.4f},"
+        f" n = {cpe['report']['audited']}) |",
+        f"| operations of the prefill | {books['operations_dense'] / 1e12:.2f} T | {books['operations'] / 1e12:.2f} T |",
+        f"| tokens before the answers differ | | {demo['tokens_in_common']} of {len(cpe['tokens'])} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _keys(answer: dict[str, Any]) -> float:
+    decode = answer["report"]["decode"]
+    return float(decode["keys_read"] / decode["triples"])
+
+
+def _bytes(answer: dict[str, Any]) -> float:
+    decode = answer["report"]["decode"]
+    return float(decode["bytes_read"] / decode["steps"] / 1e6)
+
+
+def decode_sections() -> str:
+    """Return a table for the README's limits for each benchmark of the decode step."""
+    return "".join(decode_section(path) for path in sorted((ROOT / "benchmarks").glob("decode*.json")))
+
+
+def decode_section(path: Path) -> str:
+    document = json.loads(path.read_text())
+    rows = document["rows"]
+    contexts = sorted({row["context"] for row in rows})
+    table = {(row["system"], row["context"]): row["step_ms"] for row in rows}
+    lines = [
+        f"  Median milliseconds per decode step on {document['machine']['cpu']}, {document['machine']['torch_threads']}"
+        f" threads ([data and command](benchmarks/{path.name})):\n",
+        "  | | " + " | ".join(f"{context} tokens" for context in contexts) + " |",
+        "  |---|" + "---|" * len(contexts),
+    ]
+    for system in dict.fromkeys(row["system"] for row in rows):
+        name = "stock transformers (sdpa)" if system == "sdpa" else f"`{system}`"
+        cells = (table.get((system, context)) for context in contexts)
+        lines.append(f"  | {name} | " + " | ".join("" if c is None else f"{c:.1f}" for c in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def sweep_section() -> str:
+    """Return the sweep of CIS, a table a budget; nothing before it was measured."""
+    path = ROOT / "benchmarks" / "tune_cis_smollm2.json"
+    if not path.exists():
+        return ""
+    from prehoc.eval.cis_sweep import table
+
+    document = json.loads(path.read_text())
+    intro = (
+        f"Measured on {document['model']}: {document['prompt_tokens']} tokens of prompt, {document['steps']} decoded, every"
+        " setting on the same recorded queries and keys. beta is the oracle's retained mass less the setting's. Each row"
+        f" changes one thing from the defaults ([data and command](../../benchmarks/{path.name})).\n"
+    )
+    tables = [f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"]]
+    return intro + "".join(tables)
+
+
+def draw(demo: dict[str, Any]) -> None:
+    """Draw keys and bytes per step, and the retained mass, of dense and CPE."""
+    from matplotlib.figure import Figure
+
+    dense, cpe = demo["answers"]
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    keys, traffic, mass = figure.subplots(1, 3, width_ratios=(1, 1.5, 0.9))
+    names = ("dense", "CPE")
+
+    bars = keys.bar(names, (_keys(dense), _keys(cpe)), color=(BLUE, ORANGE), edgecolor="black", width=0.6)
+    keys.bar_label(bars, fmt="%.0f")
+    keys.set(title="keys read\nper head and step", ylim=(0, _keys(dense) * 1.12))
+
+    below = [0.0, 0.0]
+    for part, label, hatch in (*PARTS, ("small", "copies, indices, anchors", "...")):
+        values = [_part(answer, part) for answer in (dense, cpe)]
+        traffic.bar(names, values, bottom=below, color=(BLUE, ORANGE), edgecolor="black", hatch=hatch, width=0.6)
+        if values[1] > 0.04 * _bytes(dense):
+            traffic.annotate(label, (1.34, below[1] + values[1] / 2), va="center", fontsize=9)
+        elif values[1]:
+            traffic.annotate(label, (1.34, below[1] + values[1]), va="bottom", fontsize=9)
+        below = [a + b for a, b in zip(below, values, strict=True)]
+    for i, total in enumerate(below):
+        traffic.annotate(f"{total:.0f}", (i, total), ha="center", va="bottom")
+    traffic.set(title="MB read per step\n", xlim=(-0.5, 3.0), ylim=(0, below[0] * 1.12), xticks=(0, 1))
+
+    found = cpe["report"]["retained_mass"]
+    error = ([found["mean"] - found["low"]], [found["high"] - found["mean"]])
+    mass.axhline(1.0, color=BLUE, linewidth=2)
+    mass.annotate("dense", (0.45, 1.0), va="bottom", ha="right", color=BLUE)
+    mass.errorbar([0], [found["mean"]], yerr=error, fmt="s", color=ORANGE, ecolor="black", capsize=5, markersize=8)
+    mass.annotate(f"  CPE {found['mean']:.3f}", (0.04, found["mean"]), va="center")
+    mass.set(
+        title=f"attention mass retained\naudit, n = {cpe['report']['audited']}, 95 %",
+        xlim=(-0.5, 0.5),
+        ylim=(min(0.9, found["low"] - 0.02), 1.01),
+        xticks=(),
+    )
+    for axes in (keys, traffic, mass):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"SmolLM2-135M, {demo['prompt_tokens']} tokens of prompt, {cpe['method']}", fontsize=10)
+    figure.savefig(PICTURE, dpi=140)
+
+
+def _part(answer: dict[str, Any], part: str) -> float:
+    decode = answer["report"]["decode"]
+    names = SMALL if part == "small" else (part,)
+    return float(sum(decode[name] for name in names) / decode["steps"] / 1e6)
+
+
+DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"demo": demo_section, "decode": decode_sections},
+    ROOT / "docs" / "methods" / "cis.md": {"sweep": sweep_section},
+}
+
+if __name__ == "__main__":
+    main()
