@@ -236,7 +236,7 @@ def _mass(one: Answer) -> str:
 
 def _operations(one: Answer) -> str:
     p = one.report.prefill
-    return f"{p.operations / 1e12:.2f} of {p.operations_dense / 1e12:.2f} T"
+    return f"{p.operations / 1e12:.2f} T, {p.operations / p.operations_dense:.1%} of dense"
 
 
 def _rate(value: float | None) -> str:
