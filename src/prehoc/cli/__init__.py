@@ -17,7 +17,7 @@ from prehoc.cli import _common
 
 COMMANDS = {
     "pull": "List the catalogue, or fetch a small real model.",
-    "demo": "Let a small real model answer from a long text, dense and sparse side by side.",
+    "demo": "Dense and CPE side by side: a real model, a long text.",
     "generate": "Answer a question about a text and report what was read.",
     "trace": "Record what a method reads and misses on a real text.",
     "bench": "Measure speed, dense beside every row.",
