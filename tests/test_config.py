@@ -61,6 +61,9 @@ def test_a_ratio_is_a_share_of_the_prompt(sink: int, local: int, prompt: int, ra
 
 def test_of_takes_an_eighth_when_nothing_is_said() -> None:
     assert Budget.of(None, None, None, None, 8, 32).ratio == 1 / 8
+    assert Budget.of(None, None, None, None, 8, 32).critical_for(8192) == 1024 - 40
+    assert Budget.of(None, None, None, None, 8, 32).critical_for(90) == 256 - 40  # a short prompt is covered
+    assert Budget.of(None, 1 / 8, None, None, 8, 32).critical_for(90) == 8  # a stated ratio is kept
     assert Budget.of(None, None, None, 0.9, 8, 32).ratio is None
     assert Budget.of(64, None, None, None, 8, 32) == Budget(total=64)
 

@@ -17,6 +17,7 @@ T = TypeVar("T")
 DEFAULT_SINK = 8
 DEFAULT_LOCAL = 32
 DEFAULT_RATIO = 1 / 8
+DEFAULT_LEAST = 256
 
 
 def cache_dir() -> Path:
@@ -198,9 +199,11 @@ class Budget:
         sink: int,
         local: int,
     ) -> Budget:
-        """Return the budget for a method's keys; with none of the first four, an eighth of the prompt."""
-        unset = budget is None and ratio is None and critical is None and mass is None
-        ratio = DEFAULT_RATIO if unset else ratio
+        """Return the budget for a method's keys; with none of the first four, an eighth of the prompt, 256 keys at least."""
+        if budget is None and ratio is None and critical is None and mass is None:
+            # an eighth of a short prompt breaks answers, and saves nothing: such prompts are covered, hence dense
+            floor = max(DEFAULT_LEAST - sink - local, cls.floor)
+            return cls(sink=sink, local=local, ratio=DEFAULT_RATIO, floor=floor)
         return cls(sink=sink, local=local, total=budget, ratio=ratio, critical=critical, mass=mass)
 
     def critical_for(self, prompt_tokens: int) -> int | None:

@@ -27,7 +27,9 @@ def command(
     ] = "cpe",
     budget: Annotated[
         int | None,
-        typer.Option("--budget", help="Keys to read per head and step; an eighth of the prompt if not given."),
+        typer.Option(
+            "--budget", help="Keys to read per head and step; an eighth of the prompt, at least 256, if not given."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another key of the method; may be repeated.")

@@ -22,7 +22,7 @@ class Oracle:
     Parameters
     ----------
     budget, ratio, critical, mass
-        The size, as in `prehoc.config.Budget`; ratio 1/8 when none is given.
+        The size, as in `prehoc.config.Budget`; ratio 1/8, at least 256 keys, when none is given.
     sink, local : int
         First and last keys that are always read.
     granularity : {"kv_head", "query_head"}

@@ -18,7 +18,7 @@ class Streaming:
     budget : int, optional
         Keys to read, sinks included.
     ratio : float, optional
-        Share of the row's prompt length instead (default 1/8 when neither is given).
+        Share of the row's prompt length instead (neither: 1/8, at least 256 keys).
     sink : int
         First keys that are always read.
 
@@ -41,7 +41,9 @@ class Streaming:
 
     def size(self) -> Budget:
         """Return the budget."""
-        return dataclasses.replace(Budget.of(self.budget, self.ratio, None, None, self.sink, local=1), floor=0)
+        if self.budget is None and self.ratio is None:
+            return Budget.of(None, None, None, None, self.sink, local=1)
+        return Budget(sink=self.sink, local=1, total=self.budget, ratio=self.ratio, floor=0)  # nothing is retrieved
 
     def plan(self) -> Plan:
         """Return a plan whose selector is this window."""
