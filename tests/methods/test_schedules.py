@@ -143,7 +143,7 @@ def test_cpe_hands_its_keys_on() -> None:
     assert own.window.start_layer == 2 and own.freeze.start_layer == 3
     default = CPE().plan()
     assert default.window is not None and default.freeze is not None
-    assert default.window.start_layer == PSAW.start_layer and default.freeze.start_layer == ETF.start_layer
+    assert default.window.start_layer == 0.83 and default.freeze.start_layer == ETF.start_layer
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from prehoc.methods.psaw import PSAW
 from prehoc.selection import Plan
 
 PARTS = ("cis", "psaw", "etf")
+PSAW_START = 0.83
+"""Default l_s of PSAW inside CPE: with ETF's loss beside it, its own 0.75 exceeds the limit (docs/methods/psaw.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,7 @@ class CPE(CIS):
     start_layer : float or int, optional
         l_s of PSAW and ETF together; the two below win over it.
     psaw_start_layer, etf_start_layer : float or int, optional
-        l_s of each alone (None: `start_layer`, else the default of `PSAW` or `ETF`).
+        l_s of each alone (None: `start_layer`, else 0.83 for PSAW and the default of `ETF`).
     parts : tuple of {"cis", "psaw", "etf"}
         The selectors to use; ``parts=psaw+etf`` in a method string.
 
@@ -58,7 +60,7 @@ class CPE(CIS):
 
     def psaw(self) -> PSAW:
         """Return the depth window (its `sink` and `local` are those of CIS)."""
-        start = self._first(self.psaw_start_layer, self.start_layer, PSAW.start_layer)
+        start = self._first(self.psaw_start_layer, self.start_layer, PSAW_START)
         return PSAW(phi=self.phi, alpha=self.alpha, start_layer=start, sink=self.sink, local=self.local)
 
     def etf(self) -> ETF:

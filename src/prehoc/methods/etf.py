@@ -38,9 +38,9 @@ class ETF:
 
     name: ClassVar[str] = "etf"
 
-    psi: float = 0.5
-    gamma: float = 1.0
-    start_layer: int | float = 0.75
+    psi: float = 0.1
+    gamma: float = 3.0
+    start_layer: int | float = 0.9
     kv: Literal["project", "share"] = "project"
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ class PSAW:
 
     phi: float = 0.7
     alpha: float = 1.5
-    start_layer: int | float = 0.5
+    start_layer: int | float = 0.75
     sink: int = DEFAULT_SINK
     local: int = DEFAULT_LOCAL
 
