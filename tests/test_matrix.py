@@ -50,7 +50,7 @@ METHODS: dict[str, tuple[str, str]] = {
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # largest logit error against stock, for logits of standard deviation 1.8: rounding of another order of summation
-ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.08, torch.bfloat16: 0.4}
 # mean logit error of a pruned run against the same run elsewhere: 16-bit rounding flips near-ties of the top-k
 FLIPS = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 0.1, torch.bfloat16: 0.35}
 EXACT = {torch.float64, torch.float32}  # greedy tokens are compared too
@@ -260,7 +260,10 @@ def check_finite(c: Case) -> None:
         report = session.report()
     assert bool(logits.isfinite().all())
     pruned = (logits[0, 1:NEW].float() - dense[0, 1:].float()).abs().max().item()
-    assert (pruned > 0.01) == (c.method != "dense" and c.family != "mistral-sliding"), pruned
+    if c.method != "dense" and c.family != "mistral-sliding":
+        assert pruned > ROUNDING[c.dtype], pruned
+    elif c.exact:  # in 16 bit another token may have been taken
+        assert pruned <= ROUNDING[c.dtype], pruned
     numbers = report.to_dict()
     assert numbers["decode"]["steps"] == 23
     mean, low, high = report.retained_mass
