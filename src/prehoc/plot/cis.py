@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LINES = {  # the key that varies along a line, and its name in the legend
-    "block_size": "block size s",
-    "tau": "gate tau",
-    "no gate": "s without a gate",
-    "dilate": "dilation m",
-    "radius": "radius r",
+LINES = {  # the key that varies along a line: name in the legend, and a marker and colour that are told apart by anyone
+    "tau": ("gate tau", "o", "#0072b2"),
+    "no gate": ("block size s without a gate", "s", "#e69f00"),
+    "block_size": ("block size s", "^", "#009e73"),
+    "dilate": ("dilation m, its neighbours r=1", "D", "#cc79a7"),
 }
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
-    """Plot the lost mass against the bytes read, a panel per budget, and save the picture.
+    """Plot the retained mass over the bytes read, a panel per budget, and save the picture.
 
     Parameters
     ----------
@@ -43,15 +41,14 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         rows = [row for row in document["rows"] if row["budget"] == budget and row["varies"] != "reference"]
         base = next(row for row in rows if row["varies"] == "none")
         _panel(axes, rows, base)
-        axes.set(title=f"{budget} keys", xlabel="bytes read, share of dense", ylim=(0, None))
+        axes.set(title=f"{budget} keys", xlabel="bytes read, share of dense")
         if number == 0:
-            axes.set_ylabel("mass lost against the oracle (beta)")
-            axes.legend(frameon=False, fontsize=8)
+            axes.set_ylabel("retained attention mass")
+            axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.suptitle(f"CIS on {document['model']}, {document['prompt_tokens']} tokens of context", fontsize=10)
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=f".{kind}")
-    os.close(handle)
-    figure.savefig(part, format=kind, dpi=150)
-    os.replace(part, path)
+    beside = path.with_name(path.name + ".new")
+    figure.savefig(beside, format=kind, dpi=150)
+    os.replace(beside, path)
 
 
 def check_target(path: Path) -> str:
@@ -73,15 +70,17 @@ def check_target(path: Path) -> str:
 
 
 def _panel(axes: Any, rows: list[Mapping[str, Any]], base: Mapping[str, Any]) -> None:
-    for varies, name in LINES.items():
+    axes.axhline(base["oracle"]["mean"], color="0.5", linestyle="--", linewidth=1, label="oracle")
+    for varies, (name, marker, colour) in LINES.items():
         line = [row for row in rows if row["varies"] == varies] + ([base] if varies != "no gate" else [])
         line.sort(key=lambda row: (row["bytes_share"], row["label"]))
-        xs, ys = [row["bytes_share"] for row in line], [row["beta"]["mean"] for row in line]
-        (drawn,) = axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.2, label=name)
+        xs, ys = [row["bytes_share"] for row in line], [row["retained"]["mean"] for row in line]
+        axes.plot(xs, ys, marker=marker, color=colour, markersize=4, linewidth=1.2, label=name)
         for x, y, row in zip(xs, ys, line, strict=True):
-            if row is not base:
+            if row is not base and varies != "block_size":  # these lie on each other
                 text = row["label"].removesuffix(", no gate")
+                offset, side = ((-5, 4), "right") if varies == "tau" else ((5, -9), "left")
                 axes.annotate(
-                    text, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7, color=drawn.get_color()
+                    text, (x, y), textcoords="offset points", xytext=offset, ha=side, fontsize=7, color=colour
                 )
-    axes.plot([base["bytes_share"]], [base["beta"]["mean"]], "k*", markersize=10, label="defaults")
+    axes.plot([base["bytes_share"]], [base["retained"]["mean"]], "k*", markersize=10, label="defaults")
