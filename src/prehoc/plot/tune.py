@@ -48,7 +48,9 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         )
         if number == 0:
             axes.set_ylabel("perplexity against dense, %")
-            axes.legend(frameon=False, fontsize=8, loc="upper left")
+            figure.legend(
+                *axes.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=6
+            )
     figure.suptitle(f"Pruned prompts of {runs[0]['model']}", fontsize=10)
     handle, part = tempfile.mkstemp(dir=path.parent, suffix=f".{kind}")
     os.close(handle)
@@ -85,16 +87,26 @@ def _panel(axes: Any, run: Mapping[str, Any]) -> None:
             label=f"{name}, window itself" if own else None,
         )
     axes.set_yscale("symlog", linthresh=2, linscale=1.5)
-    ticks = [-5, -2, -1, 0, 1, 2, 5, 10, 20, 50]
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in (-5, -2, -1, 0, 1, 2, 5, 10, 20, 50) if low <= tick <= high]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    saved = [100 * row["saved"] for row in run["rows"] if row["saved"] > 0]
+    if saved:  # the settings crowd at the left of a linear axis
+        axes.set_xscale("log")
+        axes.set_xlim(min(saved) / 1.25, max(saved) * 2.5)
+        marks = [x for x in (0.5, 1, 2, 5, 10, 20, 50) if min(saved) / 1.25 <= x <= max(saved) * 2.5]
+        axes.set_xticks(marks, [str(x) for x in marks])
+        axes.minorticks_off()
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    """Return the parameters that tell a setting from its neighbours: start layer, base, power."""
+    """Return what tells a setting from its neighbours: start layer, base and power; of both together the start layers."""
     values = dict(pair.split("=") for pair in row["method"].partition(":")[2].split(","))
+    if "psaw_start_layer" in values:
+        return f"{values['psaw_start_layer']} + {values['etf_start_layer']}"
     parts = []
-    for start, base, power in (("psaw_start_layer", "phi", "alpha"), ("etf_start_layer", "psi", "gamma")):
+    for base, power in (("phi", "alpha"), ("psi", "gamma")):
         if base in values:
-            parts.append(f"{values.get(start, values.get('start_layer'))} {values[base]} {values[power]}")
+            parts.append(f"{values['start_layer']} {values[base]} {values[power]}")
     sink = ", no sinks" if values.get("sink") == "0" else ""
     return " + ".join(parts) + sink
