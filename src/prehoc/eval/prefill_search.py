@@ -188,8 +188,9 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def add_run(document: dict[str, Any], run: dict[str, Any]) -> None:
     """Put a run in a document, in the place of an earlier one of its name."""
-    runs = [old for old in document["runs"] if old["name"] != run["name"]]
-    document["runs"] = [*runs, run]
+    names = [old["name"] for old in document["runs"]]
+    at = names.index(run["name"]) if run["name"] in names else len(names)
+    document["runs"][at : at + 1] = [run]
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:

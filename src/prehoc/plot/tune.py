@@ -59,7 +59,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _panel(axes: Any, run: Mapping[str, Any]) -> None:
-    chosen = {choice["method"] for choice in run["chosen"].values()}
+    chosen = {choice["method"] for choice in run["chosen"].values() if choice["within_limit"]}
     axes.axhline(0, color="black", linewidth=0.8, label="dense")
     axes.axhline(100 * run["limit"], color="black", linewidth=0.8, linestyle=":", label="limit of the upper end")
     for family, (name, marker, color) in KINDS.items():
