@@ -27,7 +27,7 @@ class Auditor:
         self._random = np.random.default_rng(seed)
 
     def sample(self, step: Step, decision: Decision, books: Books) -> None:
-        """Audit this layer's drawn heads; covered and dense triples retain everything and are not drawn."""
+        """Audit this layer's drawn heads; triples that retain everything (dense, covered with nothing hidden) are not."""
         chosen = decision.selection
         if chosen is None:
             return
@@ -36,7 +36,8 @@ class Auditor:
         drawn = np.flatnonzero(self._random.random(b * hs) < self.rate)
         for pair in drawn.tolist():
             row, head = divmod(pair, hs)
-            if isinstance(chosen, Selection) and decision.counted and not decision.counted[row]:
+            covered = isinstance(chosen, Selection) and bool(decision.counted) and not decision.counted[row]
+            if covered and not step.masked[row]:
                 continue
             weights = head_weights(step, row, head, hs)  # [G, n - pad]
             books.audit(_retained(weights, step, row, head, chosen).mean().view(1))

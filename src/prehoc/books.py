@@ -19,6 +19,7 @@ class Traffic:
     steps: int = 0
     triples: int = 0
     dense_triples: int = 0
+    window_triples: int = 0
     sliding_triples: int = 0
     covered_triples: int = 0
     counted_triples: int = 0
@@ -94,7 +95,8 @@ class Books:
             if decision.counted:
                 t.covered_triples += b * heads
             else:
-                t.dense_triples += b * heads
+                t.dense_triples += b * heads * (chosen is None)
+                t.window_triples += b * heads * (chosen is not None)
             return
         hs = chosen.lengths.shape[1]
         counted = sum(decision.counted)
@@ -108,7 +110,9 @@ class Books:
         retrieved = nothing if decision.retrieved is None else decision.retrieved.to(torch.int32)
         copied = chosen.lengths * retrieved if decision.copied else nothing
         counts = torch.stack([chosen.lengths, retrieved, copied]).sum(2)  # [3, B]
-        self._pending.append((counts, decision.scored, d * size, pair))
+        scored = tuple(hs * many for many in decision.scored) if decision.scores_all else ()
+        t.bytes_scored += sum(scored) * d * size
+        self._pending.append((counts, () if scored else decision.scored, d * size, pair))
         if len(self._pending) >= 256:
             self.flush()
 
@@ -167,7 +171,7 @@ class Books:
                 t.bytes_copied += sum(copied) * pair
                 t.bytes_indices += sum(keys) * 4
                 t.retrievals += sum(hits)
-                t.bytes_scored += sum(hit * many for hit, many in zip(hits, scored, strict=True)) * key_bytes
+                t.bytes_scored += sum(hit * many for hit, many in zip(hits, scored, strict=False)) * key_bytes
         self._pending.clear()
 
     def audited(self) -> Tensor:

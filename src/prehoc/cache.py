@@ -25,6 +25,8 @@ class KVStore:
         self.length = 0
         self.rows = Rows((), ())
         self.state = State()
+        self._owner: object = None
+        self._seen = -1
         self._k: Tensor | None = None
         self._v: Tensor | None = None
 
@@ -53,8 +55,9 @@ class KVStore:
 
     def _fit(self, buffer: Tensor | None, new: Tensor, end: int, capacity: int) -> Tensor:
         if buffer is not None and end <= buffer.shape[2]:
-            return buffer
-        room = max(end, capacity, 0 if buffer is None else 2 * buffer.shape[2])
+            # made under inference_mode and continued outside of it: such a tensor cannot be written to
+            return buffer.clone() if buffer.is_inference() and not torch.is_inference_mode_enabled() else buffer
+        room = max(end, capacity if capacity >= end or buffer is None else 2 * buffer.shape[2])
         grown = new.new_empty((new.shape[0], new.shape[1], room, new.shape[3]))
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
@@ -64,6 +67,20 @@ class KVStore:
         """Return keys and values in use, as views ``[B, Hkv, n, D]``."""
         assert self._k is not None and self._v is not None
         return self._k[:, :, : self.length], self._v[:, :, : self.length]
+
+    def selection_state(self, owner: object) -> State:
+        """Return the state in which `owner` (a method's configuration) left this cache one token ago, else an empty one.
+
+        Another method, or tokens that `owner` did not see, make the stored lists worthless.
+        """
+        if self._owner != owner or self._seen != self.length - 1:
+            self.state.clear()
+        self._owner, self._seen = owner, self.length
+        if not torch.is_inference_mode_enabled():
+            for name, value in self.state.items():
+                if isinstance(value, Tensor) and value.is_inference():
+                    self.state[name] = value.clone()
+        return self.state
 
     @property
     def nbytes(self) -> int:
@@ -90,6 +107,7 @@ class KVStore:
         """Return an independent copy: several methods can decode from one prefill."""
         twin = KVStore()
         twin.length, twin.rows = self.length, self.rows
+        twin._owner, twin._seen = self._owner, self._seen
         twin.state = self.state.take(torch.arange(len(self.rows.pad)))
         twin._k = None if self._k is None else self._k.clone()
         twin._v = None if self._v is None else self._v.clone()

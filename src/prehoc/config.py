@@ -115,6 +115,12 @@ def check_int(key: str, value: Any, low: int, optional: bool = False) -> None:
         raise ValueError(f"{key}={value} must be at least {low}")
 
 
+def check_bool(key: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} must be true or false")
+
+
 def check_range(key: str, value: Any, low: float, high: float, open_low: bool = False, fix: str = "") -> None:
     """Raise ValueError unless `value` is a finite number in [low, high] (or (low, high] when `open_low`)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -217,7 +223,7 @@ class Budget:
         return None
 
     def describe(self, prompt_tokens: int | None = None) -> str:
-        """Return the one printed form, with tokens and ratio: ``1024 keys (8 sink + 984 critical + 32 local) = 1/8.0``."""
+        """Return the one printed form, with tokens and ratio: keys and their parts, and their share of the prompt."""
         parts = []
         critical = self.critical_for(prompt_tokens or 0) if prompt_tokens or self.ratio is None else None
         if critical is not None:

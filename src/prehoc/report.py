@@ -88,7 +88,8 @@ class Report:
         if d.counted_triples:
             lines.append(
                 f"retrieval ratio  {d.retrieval_ratio:.3f} of {d.counted_triples} triples "
-                f"({exact} apart: {d.covered_triples} covered, {d.dense_triples} dense, {d.sliding_triples} sliding)"
+                f"({exact} apart: {d.covered_triples} covered, {d.dense_triples} dense, "
+                f"{d.window_triples} window, {d.sliding_triples} sliding)"
             )
         mean, low, high = self.retained_mass
         if self.audited:

@@ -131,6 +131,8 @@ class Decision:
         Per row, keys whose K is read by a retrieval.
     anchors : bool
         Whether the gate read stored anchors.
+    scores_all : bool
+        Whether every head was scored, also those that did not need it (where the host may not look).
     heads : int or None
         Hs where `selection` does not say it (None: Hkv).
     copied : bool
@@ -143,6 +145,7 @@ class Decision:
     counted: tuple[bool, ...] = ()
     scored: tuple[int, ...] = ()
     anchors: bool = False
+    scores_all: bool = False
     heads: int | None = None
     copied: bool = False
 

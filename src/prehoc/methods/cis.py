@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar, Literal
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prehoc import kernels
-from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_choice, check_int, check_range
+from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_bool, check_choice, check_int, check_range
 from prehoc.kernels import host
 from prehoc.methods import _compact
 from prehoc.methods._retrieval import Middle, as_selection, cover, retrieve_lists
@@ -75,15 +76,17 @@ class CIS:
         check_range("tau", self.tau, -1.0, 1.0, fix="it is a cosine; the paper uses 0.8")
         check_int("dilate", self.dilate, 0, optional=True)
         check_int("radius", self.radius, 0)
+        check_bool("matched", self.matched)
         check_choice("refresh", self.refresh, ("rolling", "block"))
         check_choice("local_window", self.local_window, ("frozen", "sliding"))
         check_choice("granularity", self.granularity, ("kv_head", "query_head"))
         if self.matched and self.size().critical_for(1) is None:
             raise ValueError("matched=true needs a stated total: give budget, ratio or critical")
-        if self.matched and self.budget is not None and self.budget < self.sink + self.local + self._growth + 1:
+        least = self.size().critical_for(0)
+        if self.matched and self.ratio is None and least is not None and least <= self._growth:
             raise ValueError(
-                f"budget={self.budget} leaves no critical key when matched: sink {self.sink} + local {self.local} + "
-                f"{self._growth} steps of frozen window; give at least {self.sink + self.local + self._growth + 1}"
+                f"matched=true leaves no critical key: {least} of them, less {self._growth} steps of frozen window; give more "
+                "than that, a smaller block_size, or local_window=sliding"
             )
 
     @property
@@ -91,9 +94,13 @@ class CIS:
         """Keys that a frozen window gains before its block ends."""
         return self.block_size - 1 if self.local_window == "frozen" else 0
 
+    @functools.cached_property
+    def _size(self) -> Budget:
+        return Budget.of(self.budget, self.ratio, self.critical, self.mass, self.sink, self.local)
+
     def size(self) -> Budget:
         """Return the budget."""
-        return Budget.of(self.budget, self.ratio, self.critical, self.mass, self.sink, self.local)
+        return self._size  # asked for by every layer at every step
 
     def plan(self) -> Plan:
         """Return a plan whose selector is this configuration."""
@@ -112,8 +119,8 @@ class CIS:
         q = step.q.float()
         norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
         unit = q / norm  # [B, H, D]; a zero query gives NaN: it never shares
-        boundary = self._advance(step, state)
-        if "anchor" in state:
+        boundary, anchored = self._advance(step, state), "anchor" in state
+        if anchored:
             cosine = (unit * state["anchor"]).sum(-1).view(unit.shape[0], hs, -1).amin(-1).clamp_(max=1.0)  # [B, Hs]
             need = ~(cosine > self.tau) | (state["age"] < 0)
             if self.refresh == "rolling":

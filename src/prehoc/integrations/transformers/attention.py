@@ -99,6 +99,8 @@ def _masked(fwd: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: 
             "this call brings a 4-D, packed or bidirectional attention mask; pruning needs a plain causal mask with left "
             "padding (method dense accepts it)"
         )
+    if fwd.phase == "decode":  # what the mask hides is read all the same
+        fwd.books.decision(Step(0, q[:, :, 0], k, v, scale, fwd.rows, (), fwd.backend), v.shape[-1], Decision(None))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
@@ -114,7 +116,10 @@ def _prefill(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: f
     if sliding is not None:
         hidden, sink = functools.partial(_outside, sliding), 0
     out, pairs = prefill_window(q, k, v, _first(fwd, k.shape[2]), scale, hidden, sink)
-    dense = sum(causal_pairs(fwd.past - pad, fwd.past + fwd.tokens - pad, sliding) for pad in fwd.rows.pad)
+    total = fwd.past + fwd.tokens
+    dense = sum(causal_pairs(fwd.past - pad, total - pad, sliding) for pad in fwd.rows.pad)
+    if sliding is not None:  # counted as dense counts them: what the blocks add is no choice of the method
+        pairs = sum(causal_pairs(total - q.shape[2] - pad, total - pad, sliding) for pad in fwd.rows.pad)
     fwd.books.attended(pairs, dense, q.shape[1], q.shape[3])
     return out
 
@@ -146,7 +151,8 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
         fwd.stopwatch.lap("rest")
     masked = fwd.masked(layer)
     step = Step(layer, one, k, v, scale, fwd.rows, masked, fwd.backend)
-    decision = fwd.plan.selector.decide(step, holder.store.state) if fwd.plan.selector is not None else Decision(None)
+    selector = fwd.plan.selector
+    decision = selector.decide(step, holder.store.selection_state(selector)) if selector else Decision(None)
     if decision.selection is None and any(masked):
         assert fwd.plan.window is not None
         starts = tuple(pad + hide for pad, hide in zip(fwd.rows.pad, masked, strict=True))

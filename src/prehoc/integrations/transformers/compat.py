@@ -9,14 +9,14 @@ from typing import Any
 import transformers
 from packaging.version import Version
 
-OLDEST, BEYOND = "5.16", "5.25"
+OLDEST = "5.16"
 
 
 @functools.cache
 def check_version() -> None:
-    """Raise RuntimeError when the installed transformers is older than what prehoc needs."""
+    """Raise ValueError when the installed transformers is older than what prehoc needs."""
     if Version(transformers.__version__) < Version(OLDEST):
-        raise RuntimeError(
+        raise ValueError(
             f"prehoc needs transformers >= {OLDEST} (found {transformers.__version__}); "
             "upgrade with: pip install --upgrade transformers"
         )

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from prehoc.integrations.transformers.forward import Declared, declared, left_padding
+from prehoc.integrations.transformers.layers import check_cache
 
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
@@ -39,8 +40,10 @@ def generate(self: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any)
     for row, columns in enumerate(pad or ()):
         if columns >= tokens:
             raise ValueError(f"row {row} of the batch is empty: its attention mask leaves no real token; drop the row")
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    first_turn = cache is None or not hasattr(cache, "get_seq_length") or cache.get_seq_length() == 0
+    cache = next((c for c in (kwargs.get("cache"), kwargs.get("past_key_values")) if c is not None), None)
+    if cache is not None:
+        check_cache(cache)
+    first_turn = cache is None or cache.get_seq_length() == 0
     token = declared.set(Declared(tokens, pad, tokens + new, first_turn))
     try:
         own = session.own_generate

@@ -78,25 +78,30 @@ class KVLayer(CacheLayerMixin):
         self.keys, self.values = self.store.views() if self.store.length else (None, None)
 
 
-def new_cache(config: Any, capacity: int = 0) -> DynamicCache:
+def new_cache(config: Any, capacity: int = 0) -> Any:
     """Return an empty cache for a model's config, with `capacity` columns reserved in its full-attention layers."""
     return adopt(DynamicCache(config=config.get_text_config(decoder=True)), config, capacity)
 
 
-def adopt(cache: Any, config: Any, capacity: int = 0) -> DynamicCache:
+def check_cache(cache: Any) -> None:
+    """Raise ValueError, with the reason, for a cache that is not a plain dynamic one."""
+    if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
+        kind = "an offloaded cache" if getattr(cache, "offloading", False) else type(cache).__name__
+        raise ValueError(
+            f"{kind} is not supported: prehoc keeps keys and values in its own preallocated layers; "
+            "pass a plain DynamicCache, or none"
+        )
+
+
+def adopt(cache: Any, config: Any, capacity: int = 0) -> Any:
     """Replace the full-attention layers of a dynamic cache in place; what they hold is copied once.
 
     Raises
     ------
-    TypeError
+    ValueError
         For any other kind of cache, named with its reason.
     """
-    if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
-        kind = "an offloaded cache" if getattr(cache, "offloading", False) else type(cache).__name__
-        raise TypeError(
-            f"{kind} is not supported: prehoc keeps keys and values in its own preallocated layers; "
-            "pass a plain DynamicCache, or none"
-        )
+    check_cache(cache)
     if not cache.layers:
         cache.layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
         cache.layer_class_to_replicate = None
@@ -109,7 +114,7 @@ def adopt(cache: Any, config: Any, capacity: int = 0) -> DynamicCache:
         elif isinstance(layer, KVLayer):
             layer.capacity = max(layer.capacity, capacity)
         elif type(layer) is not DynamicSlidingWindowLayer:
-            raise TypeError(
+            raise ValueError(
                 f"cache layer {i} is a {type(layer).__name__}: prehoc supports full and sliding-window layers"
             )
     return cache

@@ -30,6 +30,8 @@ from prehoc.methods.psaw import resolve_start_layer
 from prehoc.report import Report, make_report
 from prehoc.selection import Method, Plan, Rows
 
+_ATTACHED = "_prehoc_attached"  # on the base model: a head's model and its base are one
+
 
 class Session:
     """A method at work on a model; made by `attach` or `sparsify`.
@@ -92,6 +94,8 @@ class Session:
         self._weights = tuple((_matrices(layer), _matrices(layer.self_attn)) for layer in layers)
         AttentionInterface.register(NAME, prehoc_attention)
         AttentionMaskInterface.register(NAME, prehoc_mask)
+        self._later(delattr, base, _ATTACHED)
+        setattr(base, _ATTACHED, True)
         before = self.model.config._attn_implementation
         self._later(self.model.set_attn_implementation, before)
         self.model.set_attn_implementation(NAME)
@@ -181,7 +185,8 @@ def _rows(cache: Any, past: int, tokens: int, rows: int, mask: Any, call: Any) -
     in_prompt = past == 0 or (call is not None and past + tokens <= call.tokens)
     if known and not in_prompt:
         assert stored is not None
-        return stored
+        # a later turn, or a chunk of a prompt read by a loop of the caller's own: the prompt ends where it ends
+        return stored if tokens == 1 else Rows(stored.pad, tuple(past + tokens - pad for pad in stored.pad))
     pad = left_padding(mask[:, : past + tokens], rows) if isinstance(mask, Tensor) and mask.dim() == 2 else (0,) * rows
     if call is not None and call.pad is not None:
         repeat = max(rows // len(call.pad), 1)
@@ -279,7 +284,7 @@ def attach(
     support = supports(model, plan)
     if not support:
         raise ValueError(f"unsupported model: {support.reason}")
-    if getattr(model, "_prehoc_session", None) is not None:
+    if getattr(find_base(model)[0], _ATTACHED, False):  # type: ignore[index]
         raise ValueError("the model is attached already: leave its sparsify block or call session.detach() first")
     device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
     name = kernels.resolve(default_backend() if backend is None else backend, device, dtype)
