@@ -38,7 +38,10 @@ def command(
         bool, typer.Option("--share/--no-share", help="Compute the layers all settings share once.")
     ] = True,
     matmul: Annotated[
-        str, typer.Option("--matmul", help="float32, or bfloat16: round the factors of float32 products (faster).")
+        str,
+        typer.Option(
+            "--matmul", help="float32, or bfloat16: round the factors of float32 products (faster, other numbers)."
+        ),
     ] = "float32",
     block: Annotated[
         int,
