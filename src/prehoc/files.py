@@ -33,12 +33,11 @@ def read_text(path: str | Path) -> tuple[str, dict[str, Any]]:
             f"the text file {str(path)!r} cannot be read ({error.strerror}); give a file that can be"
         ) from error
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        # where a byte order mark was dropped, the error's own bytes begin after it
         raise ValueError(
-            f"the text file {str(path)!r} is not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it first, for "
-            "example with iconv -f latin1 -t utf-8"
+            f"the text file {str(path)!r} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}; convert it "
+            "first, for example with iconv -f latin1 -t utf-8"
         ) from error
     if not text.strip():
         raise ValueError(f"the text file {str(path)!r} is empty; give one with text")

@@ -6,8 +6,6 @@ import dataclasses
 import inspect
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from prehoc import books, provenance
 from prehoc.config import check_choice, check_int
+from prehoc.files import atomic_path, check_writable
 from prehoc.integrations.transformers import attach, describe, new_cache
 from prehoc.integrations.transformers.compat import cache_key
 from prehoc.recorder import RECORDS, TraceRecorder
@@ -91,15 +90,8 @@ class Trace:
         check_writable(target)
         arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "meta"}
         arrays = {name: array for name, array in arrays.items() if array is not None}
-        handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, meta=np.array(json.dumps(self.meta, allow_nan=False)), **arrays)
-            os.chmod(part, 0o666 & ~_umask())  # mkstemp's file is private
-            os.replace(part, target)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+        with atomic_path(target) as part, part.open("wb") as file:
+            np.savez(file, meta=np.array(json.dumps(self.meta, allow_nan=False)), **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -269,21 +261,6 @@ def check_request(config: Any, tokens: int, prompt_tokens: int, steps: int) -> N
         )
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise ValueError unless a file can be written at `path` (an existing file is replaced)."""
-    target = Path(path)
-    if target.is_dir():
-        raise ValueError(f"{str(path)!r} is a folder; give the name of a file")
-    if not target.parent.is_dir():
-        raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name!r} to; create it first")
-    try:
-        tempfile.TemporaryFile(dir=target.parent).close()
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to the folder {str(target.parent)!r} ({error.strerror}); choose another"
-        ) from error
-
-
 def without_nan(value: Any) -> Any:
     """Return plain data with NaN as None: JSON has no NaN."""
     if isinstance(value, dict):
@@ -302,9 +279,3 @@ def layer_kinds(model: Any) -> list[str]:
 def _mean(values: NDArray[np.float32]) -> float | None:
     finite = values[np.isfinite(values)]
     return float(finite.mean(dtype=np.float64)) if finite.size else None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

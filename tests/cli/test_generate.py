@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prehoc import cli, models
+from prehoc import cli, files, models
 from prehoc.cli import _answers, _prompt
 
 Run = Callable[..., int]
@@ -188,7 +188,7 @@ def test_a_folder_is_no_prompt(run: Run, tmp_path: Path, capsys: pytest.CaptureF
 def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_bytes(b"\xef\xbb\xbfhello")
-    assert _prompt.read_text(str(path)) == "hello"
+    assert files.read_text(path)[0] == "hello"
 
 
 @pytest.mark.parametrize(

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from prehoc import cli
 from prehoc.trace import Trace
 
-WORDS = [f"w{i}" for i in range(60)]
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of one token a word, as a folder."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>").save_pretrained(path)
-    (path / "text.txt").write_text(" ".join(WORDS * 4))
-    return path
+def folder(tiny_llama: Callable[..., Path]) -> Path:
+    return tiny_llama({"text.txt": 240})
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
@@ -118,7 +99,7 @@ def test_dense_has_nothing_to_say_where_there_is_nothing(
         ({"method": "cis:tau=2"}, "tau=2.0 must lie in [-1.0, 1.0]"),
         ({"record": "kq"}, "unknown record 'kq'; did you mean 'qk'?"),
         ({"set": "tau"}, "'tau' is not key=value"),
-        ({"text_file": "no-such.txt"}, "cannot read the text 'no-such.txt' (No such file or directory)"),
+        ({"text_file": "no-such.txt"}, "the text file 'no-such.txt' does not exist; give an existing one"),
         ({"out": "no/such/folder/t.npz"}, "there is no folder 'no/such/folder' to write 't.npz' to"),
         ({"model": "smollm2-135m-instuct"}, "unknown model 'smollm2-135m-instuct'; did you mean"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),
@@ -145,4 +126,4 @@ def test_a_text_that_is_not_utf8(
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 noir")
     assert call(monkeypatch, *arguments(folder, tmp_path / "t.npz", text_file=str(tmp_path / "latin.txt"))) == 2
-    assert "is not UTF-8 text" in capsys.readouterr().err
+    assert "is not UTF-8: byte 3 is 0xe9" in capsys.readouterr().err

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from prehoc import cli
 
-WORDS = [f"w{i}" for i in range(60)]
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>").save_pretrained(path)
-    for name in ("a.txt", "b.txt"):
-        (path / name).write_text(name + " " + " ".join(WORDS * 3))
-    return path
+def folder(tiny_llama: Callable[..., Path]) -> Path:
+    return tiny_llama({"a.txt": 180, "b.txt": 180}, num_attention_heads=2, num_key_value_heads=1)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, *more: str) -> int:

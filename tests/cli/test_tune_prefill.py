@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from prehoc import cli
 from prehoc.eval.perplexity import paired_change
 
-WORDS = [f"w{i}" for i in range(60)]
 METHODS = "psaw:start_layer=1,phi=0.3 etf:start_layer=1,psi=0.3"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of one token a word, and a text."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>").save_pretrained(path)
-    (path / "text.txt").write_text(" ".join(WORDS * 8))
-    return path
+def folder(tiny_llama: Callable[..., Path]) -> Path:
+    return tiny_llama({"text.txt": 480}, layers=4, positions=128)
 
 
 def tune(monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, *more: str, window: int = 100) -> int:

@@ -12,35 +12,6 @@ GAP = "\n\n[...]\n\n"
 """What stands where ``--truncate`` cut the text."""
 
 
-def read_text(path: str) -> str:
-    """Return the content of a text file.
-
-    Raises
-    ------
-    ValueError
-        When the file is missing, empty or not UTF-8.
-    """
-    file = Path(path).expanduser()
-    if file.is_dir():
-        raise ValueError(f"--prompt-file {path} is a folder; give a text file")
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError as error:
-        raise ValueError(f"--prompt-file {path} does not exist; give a text file") from error
-    except OSError as error:
-        raise ValueError(f"--prompt-file {path} cannot be read: {error.strerror}") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--prompt-file {path} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it first, "
-            "for example with iconv -f latin1 -t utf-8"
-        ) from error
-    if not text.strip():
-        raise ValueError(f"--prompt-file {path} is empty; give a file with text")
-    return text
-
-
 @dataclasses.dataclass(frozen=True)
 class Reader:
     """What is known of a model before its weights are loaded.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prehoc.cli import _common
+from prehoc.files import read_text
 
 if TYPE_CHECKING:
     from prehoc.cli._answers import Answer, Settings
@@ -58,10 +59,9 @@ def command(
     """
     from prehoc import config, kernels
     from prehoc.cli._answers import Settings
-    from prehoc.cli._prompt import read_text
     from prehoc.methods import parse_method, parse_pairs
 
-    text = read_text(prompt_file)
+    text, _ = read_text(prompt_file)
     extra: dict[str, Any] = dict(parse_pairs(settings or []))
     if budget is not None:
         if "budget" in extra:

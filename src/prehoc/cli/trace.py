@@ -10,6 +10,7 @@ import typer
 
 from prehoc import provenance
 from prehoc.cli import _common
+from prehoc.files import check_writable, read_text
 
 if TYPE_CHECKING:
     from prehoc.trace import Trace
@@ -49,7 +50,7 @@ def command(
     from prehoc.config import check_choice, check_int
     from prehoc.methods import parse_method, parse_pairs
     from prehoc.recorder import RECORDS
-    from prehoc.trace import check_writable, trace
+    from prehoc.trace import trace
 
     chosen = parse_method(method, parse_pairs(settings or []))
     check_int("prompt_tokens", prompt_tokens, 1)
@@ -81,25 +82,6 @@ def command(
     else:
         print(table(found))
         print(f"written to {out}")
-
-
-def read_text(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return a text file's content and what identifies it.
-
-    Raises
-    ------
-    ValueError
-        When the file cannot be read or is not UTF-8.
-    """
-    try:
-        content = path.read_bytes()
-        return content.decode("utf-8"), provenance.describe_text(path, content)
-    except OSError as error:
-        raise ValueError(f"cannot read the text {str(path)!r} ({error.strerror}); give an existing file") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-        ) from error
 
 
 def token_ids(tokenizer: Callable[..., Any], text: str) -> list[int]:

@@ -36,7 +36,7 @@ def command(
     kept in FILE.part.jsonl: an interrupted run goes on where it was.
     """
     sizes = _budgets(budgets)
-    from prehoc.trace import check_writable
+    from prehoc.files import check_writable
 
     for target in (out, plot):
         if target is not None:

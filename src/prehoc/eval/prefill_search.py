@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from prehoc.eval.perplexity import Change
 from prehoc.eval.prefill_sweep import STARTS, Row, Sweep, both, spell
+from prehoc.files import atomic_path
 from prehoc.methods import ETF, PSAW, Dense, parse_method
 from prehoc.selection import Method
 
@@ -178,7 +178,7 @@ def read_document(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"runs": []}
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(document["runs"], list):
             return dict(document)
     except (ValueError, KeyError, TypeError):
@@ -197,6 +197,5 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document in one go: lists of numbers on one line, the rest indented."""
     text = json.dumps(document, indent=1, allow_nan=False)
     text = re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text + "\n")
-    os.replace(beside, path)
+    with atomic_path(path) as part:
+        part.write_text(text + "\n", encoding="utf-8")

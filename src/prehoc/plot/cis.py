@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from prehoc.files import atomic_path
 
 LINES = {  # the key that varies along a line: name in the legend, and a marker and colour that are told apart by anyone
     "tau": ("gate tau", "o", "#0072b2"),
@@ -46,9 +47,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
             axes.set_ylabel("retained attention mass")
             axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.suptitle(f"CIS on {document['model']}, {document['prompt_tokens']} tokens of context", fontsize=10)
-    beside = path.with_name(path.name + ".new")
-    figure.savefig(beside, format=kind, dpi=150)
-    os.replace(beside, path)
+    with atomic_path(path) as part:
+        figure.savefig(part, format=kind, dpi=150)
 
 
 def check_target(path: Path) -> str:

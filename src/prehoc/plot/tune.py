@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prehoc.files import atomic_path
 from prehoc.plot.cis import check_target
 
 # told apart by shape and filling, not by colour alone
@@ -52,10 +51,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
                 *axes.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=6
             )
     figure.suptitle(f"Pruned prompts of {runs[0]['model']}", fontsize=10)
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=f".{kind}")
-    os.close(handle)
-    figure.savefig(part, format=kind, dpi=130)
-    os.replace(part, path)
+    with atomic_path(path) as part:
+        figure.savefig(part, format=kind, dpi=130)
 
 
 def _panel(axes: Any, run: Mapping[str, Any]) -> None:
