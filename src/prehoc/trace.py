@@ -20,6 +20,7 @@ from prehoc.config import check_choice, check_int
 from prehoc.files import atomic_path, check_writable
 from prehoc.integrations.transformers import attach, describe, new_cache
 from prehoc.integrations.transformers.compat import cache_key
+from prehoc.integrations.transformers.support import layer_kinds
 from prehoc.recorder import RECORDS, TraceRecorder
 from prehoc.selection import Method
 
@@ -178,7 +179,8 @@ def trace(
     Raises
     ------
     ValueError
-        Before the model is run: too few tokens, more than the model has positions, an unsupported model or method.
+        Before the model is run: too few tokens, more than the model has positions, an unsupported model or method, or
+        no layer with full attention.
     """
     ids = torch.as_tensor(token_ids, dtype=torch.long).view(1, -1)
     check_request(model.config, ids.shape[1], prompt_tokens, steps)
@@ -188,6 +190,7 @@ def trace(
     try:
         granularity = getattr(session.method, "granularity", "kv_head")
         kinds = layer_kinds(model)
+        full_layers(kinds)
         recorder = TraceRecorder(session.plan, prompt_tokens, steps, len(kinds), granularity, tuple(record))
         session.recorder = recorder
         report = progress or (lambda stage, done, total: None)
@@ -237,11 +240,22 @@ def forced_logits(model: Any, ids: Tensor, prompt_tokens: int) -> Iterator[Tenso
     """
     cache = new_cache(model.config, ids.shape[1])
     name = cache_key({}, model)
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    last = last_only(model)
     ends = range(prompt_tokens, ids.shape[1] + 1)
     for begin, end in zip((0, *ends), ends, strict=False):
         out = model(input_ids=ids[:, begin:end], use_cache=True, **{name: cache}, **last)
         yield out.logits[:, -1]
+
+
+def last_only(model: Any) -> dict[str, int]:
+    """Return the arguments that spare a model all logits but the last token's; none where it has no such argument."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+def position_limit(config: Any) -> int | None:
+    """Return how many positions a model has; None where its configuration does not say."""
+    limit: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit
 
 
 def check_request(config: Any, tokens: int, prompt_tokens: int, steps: int) -> None:
@@ -249,7 +263,7 @@ def check_request(config: Any, tokens: int, prompt_tokens: int, steps: int) -> N
     check_int("prompt_tokens", prompt_tokens, 1)
     check_int("steps", steps, 1)
     need = prompt_tokens + steps
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = position_limit(config)
     if limit is not None and need > limit:
         raise ValueError(
             f"{prompt_tokens} prompt tokens + {steps} steps exceed the model's {limit} positions; lower their sum to {limit}"
@@ -261,6 +275,14 @@ def check_request(config: Any, tokens: int, prompt_tokens: int, steps: int) -> N
         )
 
 
+def full_layers(kinds: Sequence[str]) -> list[int]:
+    """Return the numbers of the layers with full attention; ValueError when there is none."""
+    full = [i for i, kind in enumerate(kinds) if kind != "sliding_attention"]
+    if not full:
+        raise ValueError(f"none of the model's {len(kinds)} layers has full attention to select in; take another model")
+    return full
+
+
 def without_nan(value: Any) -> Any:
     """Return plain data with NaN as None: JSON has no NaN."""
     if isinstance(value, dict):
@@ -268,12 +290,6 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_nan(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def layer_kinds(model: Any) -> list[str]:
-    """Return ``full_attention`` or ``sliding_attention`` for each layer of a model."""
-    config = model.config.get_text_config(decoder=True)
-    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 
 def _mean(values: NDArray[np.float32]) -> float | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from prehoc import cli
+from prehoc.trace import trace
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,8 @@ def test_publishes_every_setting_beside_dense(
     dense, oracle, base = rows[None, "dense"], rows[64, "oracle"], rows[64, "defaults"]
     assert dense["retained"]["mean"] == 1 and dense["bytes_share"] == 1 and dense["retrieval_ratio"]["mean"] is None
     assert oracle["beta"]["mean"] == pytest.approx(0, abs=1e-6) and oracle["retrieval_ratio"]["mean"] == 1
-    assert base["n"] == 2 * 2 * 1 and set(base["by_window"]) == {"a.txt@0", "b.txt@0"}
+    assert base["n"] == 2 * 2 * 1 and len(base["by_window"]) == document["windows"] == 2
+    assert document["places"] == [["a.txt", 0], ["b.txt", 0]]
     assert base["beta"]["low"] <= base["beta"]["mean"] <= base["beta"]["high"]
     assert rows[64, "matched"]["keys"]["mean"] <= 64 < base["keys"]["mean"]
     assert str(folder) not in json.dumps(document["texts"]) and document["texts"][0]["sha256"]
@@ -72,6 +76,77 @@ def test_an_interrupted_run_goes_on_where_it_was(folder: Path, tmp_path: Path, m
     assert call(monkeypatch, folder, out) == 0
     assert calls == 3, "the first window is not read again"
     assert json.loads(out.read_text())["rows"] == json.loads(whole.read_text())["rows"]
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """Let the machine go away at one of the windows to come; returns a list that grows by each window read."""
+    import prehoc.eval.cis_sweep as sweep
+
+    read: list[int] = []
+    real = sweep.trace
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        read.append(len(read))
+        if len(read) == number:
+            raise OSError("the machine went away")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(sweep, "trace", failing)
+    return read
+
+
+def test_an_interrupted_run_of_more_windows_is_another_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, short = tmp_path / "sweep.json", ("--prompt-tokens", "70", "--budgets", "64")
+    stop_at(monkeypatch, 4)
+    assert call(monkeypatch, folder, out, "--windows", "4", *short) == 2
+    assert call(monkeypatch, folder, out, "--windows", "2", *short) == 0
+    document = json.loads(out.read_text())
+    assert document["windows"] == 2 and document["rows"][0]["n"] == 2 * 2 * 1
+
+
+def test_files_of_one_name_are_two_windows(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text((folder / "b.txt").read_text())
+    out = tmp_path / "sweep.json"
+    options = ("--text-file", str(tmp_path / "a.txt"), "--prompt-tokens", "70", "--budgets", "64")
+    assert call(monkeypatch, folder, out, *options) == 0
+    (dense, *_) = json.loads(out.read_text())["rows"]
+    assert dense["n"] == 3 * 2 * 1 and len(dense["by_window"]) == 3
+
+
+def test_a_change_of_defaults_is_another_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prehoc.eval import cis_sweep
+
+    out, short = tmp_path / "sweep.json", ("--prompt-tokens", "70", "--budgets", "64")
+    read = stop_at(monkeypatch, 2)
+    assert call(monkeypatch, folder, out, *short) == 2
+    monkeypatch.setattr(cis_sweep, "CIS", functools.partial(cis_sweep.CIS, tau=0.75))
+    assert call(monkeypatch, folder, out, *short) == 0
+    assert len(read) == 4, "both windows are read again"
+
+
+def test_a_model_without_full_attention_is_refused_before_it_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        sliding_window=32,
+    )
+    mistral = tmp_path / "mistral"
+    shutil.copytree(folder, mistral)
+    MistralForCausalLM(config).save_pretrained(mistral)
+    monkeypatch.setattr(MistralForCausalLM, "forward", None)
+    assert call(monkeypatch, mistral, tmp_path / "sweep.json") == 2
+    assert "none of the model's 2 layers has full attention to select in" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="none of the model's 2 layers has full attention"):
+        trace(MistralForCausalLM(config).eval(), [1] * 60, 50, 4, "cis:critical=8")
 
 
 @pytest.mark.parametrize(

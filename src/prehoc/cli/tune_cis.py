@@ -11,6 +11,7 @@ import typer
 
 from prehoc import provenance
 from prehoc.cli import _common
+from prehoc.files import check_writable
 
 
 def command(
@@ -36,8 +37,6 @@ def command(
     kept in FILE.part.jsonl: an interrupted run goes on where it was.
     """
     sizes = _budgets(budgets)
-    from prehoc.files import check_writable
-
     for target in (out, plot):
         if target is not None:
             check_writable(target)
@@ -47,10 +46,10 @@ def command(
         check_target(plot)
     from prehoc import kernels, models
     from prehoc.config import default_backend
-    from prehoc.eval.cis_sweep import choose_layers, run, settings, table
+    from prehoc.eval.cis_sweep import choose_layers, identity, run, settings, table
     from prehoc.eval.prefill_search import write_document
     from prehoc.eval.windows import cut_windows
-    from prehoc.trace import layer_kinds
+    from prehoc.integrations.transformers.support import layer_kinds
 
     rows = settings(sizes)
     _common.setup(threads)
@@ -68,12 +67,11 @@ def command(
             "steps": steps,
             "budgets": sizes,
             "layers": layers,
-            "settings": [row.label for row in rows],
+            "windows": len(cut.places),
+            "places": cut.places,
         }
-        request = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        found = run(
-            loaded, cut.tokens, cut.places, prompt_tokens, steps, rows, layers, part, request, report, backend=backend
-        )
+        request = hashlib.sha256(json.dumps([facts, [identity(row) for row in rows]]).encode()).hexdigest()
+        found = run(loaded, cut.tokens, prompt_tokens, steps, rows, layers, part, request, report, backend=backend)
     facts["interval"] = (
         "95 % bootstrap over n (window, layer, head) means: heads and windows vary, steps are correlated"
     )
@@ -81,7 +79,7 @@ def command(
         "command": provenance.command(),
         "machine": provenance.machine(),
         "versions": provenance.versions(),
-        **{key: value for key, value in facts.items() if key != "settings"},
+        **facts,
         "rows": found,
     }
     write_document(out, document)

@@ -19,7 +19,7 @@ from prehoc.mass import mean_interval
 from prehoc.methods import CIS, Dense, Oracle, Streaming
 from prehoc.replay import replay
 from prehoc.selection import Method
-from prehoc.trace import Trace, check_request, trace
+from prehoc.trace import Trace, check_request, full_layers, trace
 
 MEASURES = ("retained", "oracle", "beta", "beta_equal_keys", "overlap", "keys", "retrieval_ratio")
 
@@ -44,6 +44,11 @@ class Setting:
     varies: str
     budget: int | None
     method: Method
+
+
+def identity(row: Setting) -> dict[str, Any]:
+    """Return what makes a setting, with every key of its method: a change of defaults makes it another."""
+    return {"label": row.label, "method": row.method.name, **dataclasses.asdict(row.method)}  # type: ignore[call-overload]
 
 
 def settings(budgets: Sequence[int]) -> list[Setting]:
@@ -80,7 +85,6 @@ def settings(budgets: Sequence[int]) -> list[Setting]:
 def run(
     model: nn.Module,
     windows: Tensor,
-    places: Sequence[tuple[str, int]],
     prompt_tokens: int,
     steps: int,
     rows: Sequence[Setting],
@@ -98,8 +102,6 @@ def run(
         A supported transformers model in eval mode.
     windows : Tensor
         int64 ``[n, P + S]``.
-    places : sequence of (str, int)
-        Per window, file and first token.
     prompt_tokens, steps : int
         P and S.
     rows : sequence of Setting
@@ -109,7 +111,8 @@ def run(
     part : Path
         Where finished windows are kept until the run is whole.
     request : str
-        What identifies this run: only windows of the same run are taken from `part`.
+        What identifies this run, the windows in their order included: only windows of the same run are taken from
+        `part`.
     progress : callable
         Called as ``progress(stage, done, total)``.
     backend : str, optional
@@ -117,13 +120,12 @@ def run(
     """
     check_request(model.config, windows.shape[1], prompt_tokens, steps)
     done = _finished(part, request)
-    for number, (ids, place) in enumerate(zip(windows, places, strict=True)):
-        key = f"{place[0]}@{place[1]}"
-        if key in done:
+    for number, ids in enumerate(windows):
+        if number in done:
             continue
 
         def report(stage: str, step: int, total: int, number: int = number) -> None:
-            progress(f"window {number + 1} of {len(places)}: {stage}", step, total)
+            progress(f"window {number + 1} of {len(windows)}: {stage}", step, total)
 
         record = ("qk",)
         found = trace(
@@ -131,13 +133,13 @@ def run(
         )
         methods = {str(i): row.method for i, row in enumerate(rows)}
         results = replay(found, methods, layers=layers, backend=found.meta["backend"], progress=report)
-        done[key] = [_clusters(results[name]) for name in methods]
+        done[number] = [_clusters(results[name]) for name in methods]
         with part.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"request": request, "window": key, "rows": done[key]}) + "\n")
-    return [_row(row, {key: done[key][i] for key in done}) for i, row in enumerate(rows)]
+            file.write(json.dumps({"request": request, "window": number, "rows": done[number]}) + "\n")
+    return [_row(row, [done[number][i] for number in range(len(windows))]) for i, row in enumerate(rows)]
 
 
-def _finished(part: Path, request: str) -> dict[str, list[dict[str, Any]]]:
+def _finished(part: Path, request: str) -> dict[int, list[dict[str, Any]]]:
     done = {}
     for line in part.read_text(encoding="utf-8").splitlines() if part.exists() else []:
         try:
@@ -170,24 +172,23 @@ def _clusters(found: Trace) -> dict[str, Any]:
     return {**out, "retrieval_ratio": ratio, "bytes": [traffic["bytes_read"], traffic["bytes_dense"]]}
 
 
-def _row(setting: Setting, windows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _row(setting: Setting, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "label": setting.label,
         "varies": setting.varies,
         "budget": setting.budget,
         "method": describe(setting.method),
-        "n": sum(len(found["keys"]) for found in windows.values()),
+        "n": sum(len(found["keys"]) for found in windows),
     }
     for name in MEASURES:
-        values = np.concatenate([found[name] for found in windows.values()])
+        values = np.concatenate([found[name] for found in windows])
         mean, low, high = mean_interval(values) if np.isfinite(values).all() else (math.nan,) * 3
         row[name] = {"mean": _plain(mean), "low": _plain(low), "high": _plain(high)}
-    read, dense = (sum(found["bytes"][i] for found in windows.values()) for i in (0, 1))
+    read, dense = (sum(found["bytes"][i] for found in windows) for i in (0, 1))
     row["bytes_share"] = round(read / dense, 5)
-    row["by_window"] = {
-        key: {name: _plain(float(np.mean(found[name]))) if found[name] else None for name in MEASURES}
-        for key, found in windows.items()
-    }
+    row["by_window"] = [
+        {name: _plain(float(np.mean(found[name]))) if found[name] else None for name in MEASURES} for found in windows
+    ]
     return row
 
 
@@ -196,9 +197,9 @@ def _plain(value: float) -> float | None:
 
 
 def choose_layers(kinds: Sequence[str], stride: int) -> list[int]:
-    """Return every `stride`-th of the full-attention layers."""
+    """Return every `stride`-th of the full-attention layers; ValueError when there is none."""
     check_int("layer_stride", stride, 1)
-    return [i for i, kind in enumerate(kinds) if kind != "sliding_attention"][::stride]
+    return full_layers(kinds)[::stride]
 
 
 def table(rows: Sequence[Mapping[str, Any]], budget: int | None) -> str:

@@ -63,7 +63,7 @@ def supports(model: nn.Module, plan: Plan | None = None) -> Support:
             False, f"{name} has no decoder layers with self_attn.layer_idx (linear, hybrid or other attention)"
         )
     text = config.get_text_config(decoder=True)
-    types = _layer_types(text, len(found[1]))
+    types = layer_kinds(model)
     kinds = set(types)
     if kinds - _KINDS:
         return Support(
@@ -84,10 +84,20 @@ def supports(model: nn.Module, plan: Plan | None = None) -> Support:
     return Support(True, f"{name}: {len(found[1])} layers, {full} with full attention")
 
 
-def _layer_types(text: Any, layers: int) -> list[str]:
-    """Return the kind of each layer; a config without them has one kind, as transformers' own cache reads it."""
+def layer_kinds(model: nn.Module) -> list[str]:
+    """Return the kind of each layer; a config without them has one kind, as transformers' own cache reads it.
+
+    Raises
+    ------
+    ValueError
+        When the model has no decoder layers that prehoc knows.
+    """
+    found = find_base(model)
+    if found is None:
+        raise ValueError(f"unsupported model: {type(model).__name__} has no decoder layers that prehoc knows")
+    text: Any = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
     types = getattr(text, "layer_types", None)
     if types:
         return list(types)
     sliding = getattr(text, "sliding_window", None) is not None
-    return ["sliding_attention" if sliding else "full_attention"] * layers
+    return ["sliding_attention" if sliding else "full_attention"] * len(found[1])
