@@ -17,7 +17,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 import prehoc
 from prehoc import models, recorder
-from prehoc.trace import Trace, forced_logits, trace
+from prehoc.trace import Trace, forced_logits, position_limit, trace
 
 PROMPT, STEPS, TOLERANCE = 120, 40, 1e-5
 
@@ -429,3 +429,9 @@ def test_an_unwritable_target_is_refused(tiny: Any, tokens: list[int], tmp_path:
         found.save(tmp_path / "none" / "a.npz")
     with pytest.raises(ValueError, match="is a folder"):
         found.save(tmp_path)
+
+
+def test_a_model_that_does_not_say_how_many_positions_it_has() -> None:
+    config = types.SimpleNamespace(hidden_size=8)
+    config.get_text_config = lambda decoder: config
+    assert position_limit(config) is None

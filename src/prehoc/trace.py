@@ -183,7 +183,7 @@ def trace(
         no layer with full attention.
     """
     ids = torch.as_tensor(token_ids, dtype=torch.long).view(1, -1)
-    check_request(model.config, ids.shape[1], prompt_tokens, steps)
+    check_request(position_limit(model.config), ids.shape[1], prompt_tokens, steps)
     for what in record:
         check_choice("record", what, RECORDS)
     session = attach(model, method, backend=backend, audit=0.0, seed=seed, observe=observe)
@@ -258,12 +258,11 @@ def position_limit(config: Any) -> int | None:
     return limit
 
 
-def check_request(config: Any, tokens: int, prompt_tokens: int, steps: int) -> None:
-    """Raise ValueError unless P and S are at least 1, the text has P + S tokens and the model as many positions."""
+def check_request(limit: int | None, tokens: int, prompt_tokens: int, steps: int) -> None:
+    """Raise ValueError unless P and S are at least 1, and P + S at most the tokens of the text and the model's positions."""
     check_int("prompt_tokens", prompt_tokens, 1)
     check_int("steps", steps, 1)
     need = prompt_tokens + steps
-    limit = position_limit(config)
     if limit is not None and need > limit:
         raise ValueError(
             f"{prompt_tokens} prompt tokens + {steps} steps exceed the model's {limit} positions; lower their sum to {limit}"

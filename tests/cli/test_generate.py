@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 from prehoc import cli, files, models
 from prehoc.cli import _answers, _prompt
@@ -286,3 +287,43 @@ def test_agreement_stops_at_the_first_difference() -> None:
     assert _answers.agreement(one(1, 2, 3), one(1, 2, 3)) == 3
     assert _answers.agreement(one(1, 2, 3, 4), one(1, 5, 3, 4)) == 1
     assert _answers.agreement(one(1, 2), one(1, 2, 3)) == 2
+
+
+@pytest.mark.parametrize("method", ["psaw:start_layer=7", "cpe:etf_start_layer=7"])
+def test_a_method_that_does_not_fit_the_model_is_refused_before_the_first_answer(
+    tiny_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    folder = tiny_llama({"text.txt": 100})
+    monkeypatch.setattr(LlamaForCausalLM, "forward", None)
+    words = ["--prompt-file", str(folder / "text.txt"), "--compare", "dense", "--method", method]
+    monkeypatch.setattr(sys, "argv", ["prehoc", "generate", "--model", str(folder), *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and "start_layer=7" in captured.err
+    assert captured.out == "" and "dense: reading" not in captured.err
+
+
+def test_shared_keys_on_a_mixed_model_are_refused_before_the_first_answer(
+    tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = tmp_path / "gemma"
+    shutil.copytree(tiny_llama({"text.txt": 100}), folder)
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    monkeypatch.setattr(Gemma3ForCausalLM, "forward", None)
+    words = ["--prompt-file", str(folder / "text.txt"), "--compare", "dense", "--method", "etf:kv=share"]
+    monkeypatch.setattr(sys, "argv", ["prehoc", "generate", "--model", str(folder), *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and "use kv=" in capsys.readouterr().err

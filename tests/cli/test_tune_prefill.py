@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prehoc import cli
+from prehoc import cli, models
 from prehoc.eval.perplexity import paired_change
 
 METHODS = "psaw:start_layer=1,phi=0.3 etf:start_layer=1,psi=0.3"
@@ -94,6 +94,47 @@ def test_bad_input(
     assert tune(monkeypatch, folder, tmp_path / "t.json", *more, window=window) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "bad.txt' does not exist"),
+        (b"", "bad.txt' is empty"),
+        (b"caf\xe9", "bad.txt' is not UTF-8: byte 3 is 0xe9"),
+        (b"w0 w1", "bad.txt has 2 tokens, too short for 2 windows of 100"),
+    ],
+)
+@pytest.mark.parametrize("command", ["prefill", "cis"])
+def test_a_bad_text_is_named_before_the_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    content: bytes | None,
+    message: str,
+) -> None:
+    bad = tmp_path / "bad.txt"
+    if content is not None:
+        bad.write_bytes(content)
+    monkeypatch.setattr(models, "load", lambda *args, **kwargs: pytest.fail("the weights were loaded"))
+    if not message.startswith("bad.txt has"):  # only a tokenizer tells how many tokens a text has
+        monkeypatch.setattr(models, "resolve", lambda *args, **kwargs: pytest.fail("the model was looked for"))
+    words = ["--model", str(folder), "--out", str(tmp_path / "t.json"), "--windows", "4"]
+    words += ["--text-file", str(folder / "text.txt"), "--text-file", str(bad)]
+    length = {"prefill": ["--window", "100", "--continuation", "12"], "cis": ["--prompt-tokens", "90", "--steps", "10"]}
+    monkeypatch.setattr(sys, "argv", ["prehoc", "tune", command, *words, *length[command]])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_folder_is_no_place_for_the_document(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(monkeypatch, folder, tmp_path) == 2
+    assert "is a folder; give the name of a file" in capsys.readouterr().err
 
 
 def test_a_file_of_something_else_is_not_overwritten(

@@ -15,7 +15,7 @@ from prehoc.eval.perplexity import measure, paired_change, t_quantile
 from prehoc.eval.prefill_search import GRIDS, coordinate_search, run
 from prehoc.eval.prefill_sweep import Row, Sweep, both, spell
 from prehoc.eval.prefix import DensePrefix
-from prehoc.eval.windows import Windows, cut_windows
+from prehoc.eval.windows import Windows, cut_windows, read_texts
 from prehoc.methods import CPE, ETF, PSAW, Dense, parse_method
 
 LAYERS, VOCABULARY, LENGTH, CONTINUATION = 6, 83, 150, 20
@@ -193,6 +193,15 @@ def test_lengths_that_do_not_fit_are_refused(model: Any, windows: Tensor) -> Non
         measure(model, "cis:critical=16", windows, CONTINUATION, block=4)
 
 
+def test_a_block_that_does_not_go_with_the_method_is_refused_before_the_model_runs(
+    model: Any, windows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "forward", None)
+    monkeypatch.setattr(model.model, "forward", None)
+    with pytest.raises(ValueError, match="block=4: cpe selects at every decode step; set block to 1"):
+        measure(model, "cpe:budget=64", windows, CONTINUATION, block=4)
+
+
 def test_paired_change() -> None:
     assert t_quantile(15) == pytest.approx(2.1314, abs=1e-4)
     assert t_quantile(3) == pytest.approx(3.1824, abs=1e-4)
@@ -218,17 +227,20 @@ def test_windows_are_cut_apart_and_begin_with_the_special_tokens(tmp_path: Path)
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file in files:
         file.write_text(" ".join("x" * (i % 50 + 1) for i in range(100)))
-    cut = cut_windows(Words(), files, 4, 11)
+    cut = cut_windows(Words(), read_texts(files, 4), 4, 11)
     assert cut.places == (("a.txt", 0), ("a.txt", 90), ("b.txt", 0), ("b.txt", 90))
     assert cut.tokens.shape == (4, 11)
     assert cut.tokens[1].tolist() == [7, *range(41, 51)]
     assert [text["file"] for text in cut.texts] == ["a.txt", "b.txt"]
     with pytest.raises(ValueError, match="a.txt has 100 tokens, too short for 2 windows of 60"):
-        cut_windows(Words(), files, 4, 60)
+        cut_windows(Words(), read_texts(files, 4), 4, 60)
     with pytest.raises(ValueError, match="windows=3 cannot be shared equally by 2 text files"):
-        cut_windows(Words(), files, 3, 11)
-    with pytest.raises(ValueError, match="there is no text file"):
-        cut_windows(Words(), [tmp_path / "c.txt"], 1, 11)
+        read_texts(files, 3)
+    for name, content in (("b.txt", b""), ("b.txt", b"caf\xe9"), ("c.txt", None)):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"the text file '.*{name}' (is empty|is not UTF-8|does not exist)"):
+            read_texts([files[0], tmp_path / name], 2)
 
 
 def sweep_of(model: Any, windows: Tensor, part: Path, continuation: int = CONTINUATION) -> Sweep:

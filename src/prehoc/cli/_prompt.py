@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from prehoc import models
+from prehoc import config, models
 
 GAP = "\n\n[...]\n\n"
 """What stands where ``--truncate`` cut the text."""
@@ -28,6 +28,24 @@ class Reader:
     positions: int | None
 
     @classmethod
+    def before_weights(cls, model: str, dtype: str, progress: models.Progress | None = None) -> Reader:
+        """Read what a model's name says; of an unknown dtype, before anything is pulled.
+
+        Parameters
+        ----------
+        model, dtype, progress
+            As for `prehoc.models.load`.
+
+        Raises
+        ------
+        ValueError
+            For an unknown dtype, or as `prehoc.models.resolve` and `of`.
+        """
+        if dtype not in models.DTYPES:
+            raise config.unknown("dtype", dtype, models.DTYPES)
+        return cls.of(models.resolve(model, progress=progress))
+
+    @classmethod
     def of(cls, source: models.ModelSource) -> Reader:
         """Read a model's tokenizer and configuration, not its weights.
 
@@ -42,13 +60,13 @@ class Reader:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.path)
-            config = AutoConfig.from_pretrained(source.path)
+            settings = AutoConfig.from_pretrained(source.path)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise models.ModelError(
                 f"cannot read the tokenizer and configuration of {source.path} ({reason})"
             ) from error
-        text = config.get_text_config(decoder=True)
+        text = settings.get_text_config(decoder=True)
         return cls(tokenizer, getattr(text, "max_position_embeddings", None))
 
     @classmethod

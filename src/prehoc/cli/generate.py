@@ -110,18 +110,19 @@ def run(
     about : dict, optional
         More facts for the JSON document.
     """
-    from prehoc import config, models
+    import prehoc
+    from prehoc import models
     from prehoc.cli import _answers
     from prehoc.cli._prompt import Reader
 
     _answers.quiet()
     with _common.progress() as report:
-        if dtype not in models.DTYPES:
-            raise config.unknown("dtype", dtype, models.DTYPES)
-        reader = Reader.of(models.resolve(model, progress=report))
+        reader = Reader.before_weights(model, dtype, report)
         ids, cut = reader.fit(text, ask, how.new_tokens, truncate)
         loaded, tokenizer = models.load(model, dtype, progress=report)
         report("preparing", 0, 0)
+        for method in methods:  # what does not fit this model is found before the first answer
+            prehoc.attach(loaded, method, backend=how.backend, audit=how.audit).detach()
         _answers.warm_up(loaded, ids, how)
     if cut:
         _common.log(f"{cut} of {len(text)} characters were left out of the middle of the text")

@@ -45,19 +45,26 @@ def command(
 
         check_target(plot)
     from prehoc import kernels, models
-    from prehoc.config import default_backend
+    from prehoc.cli._prompt import Reader
+    from prehoc.config import check_int, default_backend
     from prehoc.eval.cis_sweep import choose_layers, identity, run, settings, table
     from prehoc.eval.prefill_search import write_document
-    from prehoc.eval.windows import cut_windows
+    from prehoc.eval.windows import cut_windows, read_texts
     from prehoc.integrations.transformers.support import layer_kinds
+    from prehoc.trace import check_request
 
     rows = settings(sizes)
+    check_int("layer_stride", layer_stride, 1)
+    count = windows or len(text_file)
+    texts = read_texts(text_file, count)
     _common.setup(threads)
     part = out.with_suffix(".part.jsonl")
     with _common.progress() as report:
-        loaded, tokenizer = models.load(model, dtype=dtype, progress=report)
+        reader = Reader.before_weights(model, dtype, report)
+        check_request(reader.positions, prompt_tokens + steps, prompt_tokens, steps)
+        cut = cut_windows(reader.tokenizer, texts, count, prompt_tokens + steps)
+        loaded, _ = models.load(model, dtype=dtype, progress=report)
         layers = choose_layers(layer_kinds(loaded), layer_stride)
-        cut = cut_windows(tokenizer, text_file, windows or len(text_file), prompt_tokens + steps)
         facts = {
             "model": provenance.hide_folders(model),
             "dtype": str(loaded.dtype).removeprefix("torch."),

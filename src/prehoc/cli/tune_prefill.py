@@ -9,6 +9,7 @@ import typer
 
 from prehoc import provenance
 from prehoc.cli import _common
+from prehoc.files import check_writable
 
 MATMUL = {"float32": "highest", "bfloat16": "medium"}
 
@@ -63,11 +64,12 @@ def command(
     import torch
 
     from prehoc import models
+    from prehoc.cli._prompt import Reader
     from prehoc.config import check_choice
     from prehoc.eval.perplexity import check_lengths
     from prehoc.eval.prefill_search import add_run, read_document, run, table, write_document
     from prehoc.eval.prefill_sweep import Sweep, spell
-    from prehoc.eval.windows import cut_windows
+    from prehoc.eval.windows import cut_windows, read_texts
     from prehoc.methods import parse_method
 
     check_choice("matmul", matmul, tuple(MATMUL))
@@ -76,21 +78,21 @@ def command(
         spell(method)  # refuses what a prefill sweep cannot measure, before the model is loaded
     for family in search.split():
         check_choice("search", family, ("psaw", "etf", "both"))
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {str(out.parent)!r} for --out; make it first")
+    check_writable(out)
     if plot is not None:
         from prehoc.plot.cis import check_target
 
         check_target(plot)
-        if not plot.parent.is_dir():
-            raise ValueError(f"there is no folder {str(plot.parent)!r} for --plot; make it first")
+        check_writable(plot)
     document = read_document(out)
+    texts = read_texts(text_file, windows)
     _common.setup(threads)
     before = torch.get_float32_matmul_precision()
     with _common.progress() as report:
-        loaded, tokenizer = models.load(model, dtype=dtype, progress=report)
-        check_lengths(loaded, window, continuation)
-        cut = cut_windows(tokenizer, text_file, windows, window)
+        reader = Reader.before_weights(model, dtype, report)
+        check_lengths(reader.positions, window, continuation)
+        cut = cut_windows(reader.tokenizer, texts, windows, window)
+        loaded, _ = models.load(model, dtype=dtype, progress=report)
         torch.set_float32_matmul_precision(MATMUL[matmul])
         try:
             part = out.with_suffix(".part.jsonl")

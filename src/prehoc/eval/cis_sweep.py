@@ -19,7 +19,7 @@ from prehoc.mass import mean_interval
 from prehoc.methods import CIS, Dense, Oracle, Streaming
 from prehoc.replay import replay
 from prehoc.selection import Method
-from prehoc.trace import Trace, check_request, full_layers, trace
+from prehoc.trace import Trace, check_request, full_layers, position_limit, trace
 
 MEASURES = ("retained", "oracle", "beta", "beta_equal_keys", "overlap", "keys", "retrieval_ratio")
 
@@ -118,7 +118,7 @@ def run(
     backend : str, optional
         Kernel backend.
     """
-    check_request(model.config, windows.shape[1], prompt_tokens, steps)
+    check_request(position_limit(model.config), windows.shape[1], prompt_tokens, steps)
     done = _finished(part, request)
     for number, ids in enumerate(windows):
         if number in done:

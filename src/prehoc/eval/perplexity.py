@@ -18,7 +18,9 @@ from prehoc.eval.prefix import DensePrefix
 from prehoc.integrations.transformers.compat import cache_key
 from prehoc.integrations.transformers.session import sparsify
 from prehoc.integrations.transformers.support import find_base
+from prehoc.methods import parse_method
 from prehoc.selection import Method
+from prehoc.trace import position_limit
 
 HEAD_ROWS = 256
 """Hidden rows whose logits exist at the same time: 256 rows of 49,152 logits are 50 MB in float32."""
@@ -94,14 +96,17 @@ def measure(
         When windows and continuation do not fit each other or the model's positions, or the method needs block=1.
     """
     rows, length = windows.shape
-    check_lengths(model, length, continuation)
+    check_lengths(position_limit(model.config), length, continuation)
+    chosen = parse_method(method) if isinstance(method, str) else method
+    if block > 1 and chosen.plan().selector is not None:
+        raise ValueError(f"block={block}: {chosen.name} selects at every decode step; set block to 1")
     began, prompt = time.perf_counter(), length - continuation
     tick = step or (lambda done, total: None)
     base, head = _base_and_head(model, windows[:1, :2])
     with contextlib.ExitStack() as stack:
         if prefix is not None:
-            stack.enter_context(_shared(prefix, model, method))
-        session = stack.enter_context(sparsify(model, method, backend=backend, audit=0.0))
+            stack.enter_context(_shared(prefix, model, chosen))
+        session = stack.enter_context(sparsify(model, chosen, backend=backend, audit=0.0))
         cache = {cache_key({}, base): session.new_cache(length), "use_cache": True}
         hidden = base(input_ids=windows[:, :prompt], **cache).last_hidden_state  # [B, prompt, C]
         frozen = session.plan.freeze is not None
@@ -110,8 +115,6 @@ def measure(
         del hidden
         work = session.report().prefill
         if block > 1:
-            if session.plan.selector is not None:
-                raise ValueError(f"block={block}: {session.method.name} selects at every decode step; set block to 1")
             stack.callback(base.register_forward_pre_hook(_as_decode, with_kwargs=True).remove)
         for column in range(prompt, length - 1, block):
             tick(column - prompt + 1, continuation)
@@ -134,9 +137,8 @@ def _as_decode(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     kwargs["prehoc"].phase = "decode"
 
 
-def check_lengths(model: Any, window: int, continuation: int) -> None:
-    """Raise ValueError unless a window fits the model and leaves a prompt of at least two tokens."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def check_lengths(limit: int | None, window: int, continuation: int) -> None:
+    """Raise ValueError unless a window fits a model of `limit` positions and leaves a prompt of at least two tokens."""
     if limit is not None and window > limit:
         raise ValueError(f"window={window} exceeds the model's {limit} positions; give a window of at most {limit}")
     if continuation < 1:
@@ -157,10 +159,8 @@ def start_layer(model: nn.Module, method: Method) -> int | None:
     return min(min(starts), layers - 1) if starts else None
 
 
-def _shared(prefix: DensePrefix, model: nn.Module, method: Method | str) -> Any:
-    from prehoc.methods import parse_method
-
-    start = start_layer(model, parse_method(method) if isinstance(method, str) else method)
+def _shared(prefix: DensePrefix, model: nn.Module, method: Method) -> Any:
+    start = start_layer(model, method)
     return prefix.recording() if start is None else prefix.replaying(start)
 
 

@@ -17,6 +17,7 @@ from prehoc.eval.prefix import DensePrefix
 from prehoc.eval.windows import Windows
 from prehoc.methods import CPE, ETF, PSAW, Dense
 from prehoc.selection import Method
+from prehoc.trace import position_limit
 
 Report = Callable[[str, int, int], None]
 
@@ -120,7 +121,7 @@ class Sweep:
         report: Report | None = None,
         share: bool = True,
     ) -> None:
-        check_lengths(model, windows.tokens.shape[1], continuation)
+        check_lengths(position_limit(model.config), windows.tokens.shape[1], continuation)
         self._model, self._windows, self._continuation = model, windows, continuation
         self._part, self._report = part, report or (lambda stage, done, total: None)
         self._block, self._backend = block, backend

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prehoc.provenance import describe_text
+from prehoc.files import read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,34 +32,45 @@ class Windows:
     texts: tuple[dict[str, Any], ...]
 
 
-def cut_windows(tokenizer: Any, files: Sequence[Path], count: int, length: int) -> Windows:
-    """Cut `count` windows of `length` tokens, evenly spread and apart from each other, equally many from each file.
+Text = tuple[str, dict[str, Any]]
+"""The content of a file and what identifies it, as `prehoc.files.read_text` returns them."""
+
+
+def read_texts(files: Sequence[Path], count: int) -> list[Text]:
+    """Read the files that `count` windows are to be cut from; needs no tokenizer.
+
+    Raises
+    ------
+    ValueError
+        When a file is missing, empty or not UTF-8, or the windows do not divide among the files.
+    """
+    if count < 1 or count % len(files):
+        raise ValueError(f"windows={count} cannot be shared equally by {len(files)} text files; give a multiple")
+    return [read_text(file) for file in files]
+
+
+def cut_windows(tokenizer: Any, texts: Sequence[Text], count: int, length: int) -> Windows:
+    """Cut `count` windows of `length` tokens, evenly spread and apart from each other, equally many from each text.
 
     Each window begins with the special tokens that the tokenizer itself puts in front of a text.
 
     Raises
     ------
     ValueError
-        When a file is missing, empty or too short, or the windows do not divide among the files.
+        When a text is too short.
     """
-    if count < 1 or count % len(files):
-        raise ValueError(f"windows={count} cannot be shared equally by {len(files)} text files; give a multiple")
     special = list(tokenizer("")["input_ids"])
-    body, each = length - len(special), count // len(files)
-    rows, places, texts = [], [], []
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"there is no text file {str(file)!r}; give an existing one")
-        raw = file.read_bytes()
-        texts.append(describe_text(file, raw))
-        ids = tokenizer(raw.decode("utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+    body, each = length - len(special), count // len(texts)
+    rows, places = [], []
+    for text, facts in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) < each * body:
             raise ValueError(
-                f"{file.name} has {len(ids)} tokens, too short for {each} windows of {length}: give a longer text, fewer "
+                f"{facts['file']} has {len(ids)} tokens, too short for {each} windows of {length}: give a longer text, fewer "
                 "windows or a shorter window"
             )
         for i in range(each):
             begin = (len(ids) - body) * i // max(each - 1, 1)
             rows.append(special + ids[begin : begin + body])
-            places.append((file.name, begin))
-    return Windows(torch.tensor(rows), tuple(places), tuple(texts))
+            places.append((facts["file"], begin))
+    return Windows(torch.tensor(rows), tuple(places), tuple(facts for _, facts in texts))
