@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import prehoc
 from prehoc.books import Books, Stopwatch
 from prehoc.integrations.transformers.compat import cache_key, output_cache
 from prehoc.integrations.transformers.session import attach
-from prehoc.methods import parse_method
+from prehoc.trace import last_only
 
 STOCK = "sdpa"
 
@@ -71,7 +71,7 @@ def bench_decode(
     model : Module
         A transformers model.
     token_ids : Tensor
-        int64 ``[1, n]`` with at least ``context + (rounds + 2) * steps`` tokens.
+        int64 ``[1, n]`` with at least `needed` tokens.
     context : int
         Tokens of the prompt.
     methods : list of str
@@ -95,16 +95,11 @@ def bench_decode(
     Raises
     ------
     ValueError
-        When the text is too short, or an unknown method is named.
+        Before anything is measured: the text is too short, or a method unknown or not for this model.
     """
-    for method in methods:
-        parse_method(method)
-    need = context + (rounds + 3) * steps
-    if token_ids.shape[1] < need:
-        raise ValueError(
-            f"the text has {token_ids.shape[1]} tokens but context {context} and {rounds} rounds of {steps} steps need {need}; "
-            "give a longer text, or fewer rounds"
-        )
+    need = needed(context, rounds, steps)
+    check_tokens(token_ids.shape[1], None, context, rounds, steps)
+    check_methods(model, methods, backend)
     ids = token_ids[:, :need].expand(batch, -1)
     systems = [System(name) for name in dict.fromkeys([STOCK, "dense", *methods])]
     with torch.inference_mode():
@@ -121,23 +116,56 @@ def bench_decode(
     return [_row(system, context, batch) for system in systems]
 
 
+def needed(context: int, rounds: int, steps: int) -> int:
+    """Return the tokens of the longest cache: beside the timed rounds one of warm-up, one of parts and one audited."""
+    return context + (rounds + 3) * steps
+
+
+def check_tokens(tokens: int, limit: int | None, context: int, rounds: int, steps: int) -> None:
+    """Raise ValueError unless a text of `tokens` tokens and a model of `limit` positions are long enough."""
+    need = needed(context, rounds, steps)
+    why = f"context {context} and {rounds + 3} rounds of {steps} steps need {need}"
+    if limit is not None and need > limit:
+        raise ValueError(
+            f"the model has {limit} positions, but {why}; give a shorter context, or fewer rounds or steps"
+        )
+    if tokens < need:
+        raise ValueError(
+            f"the text has {tokens} tokens, but {why}; give a longer text, a shorter context, or fewer rounds or steps"
+        )
+
+
+def check_methods(model: Any, methods: Sequence[str], backend: str | None) -> None:
+    """Attach every method once: what is unknown or does not fit the model is refused here (ValueError)."""
+    for method in ("dense", *methods):
+        attach(model, method, audit=0, backend=backend).detach()
+
+
+def _wait(device: torch.device) -> None:
+    """Wait until the device has done what it was given, so that a clock read now is honest."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _prefill(model: Any, system: System, ids: Tensor, capacity: int, backend: str | None) -> None:
     if system.name == STOCK:
         begin = time.perf_counter()
-        system.cache = output_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
+        system.cache = output_cache(model(input_ids=ids, use_cache=True, **last_only(model)))
+        _wait(ids.device)
         system.prefill.append(time.perf_counter() - begin)
         return
     with prehoc.sparsify(model, system.name, audit=0, backend=backend) as session:
         session.books = system.books
         cache = session.new_cache(capacity)
         begin = time.perf_counter()
-        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_key({}, model.model): cache})
+        model(input_ids=ids, use_cache=True, **{cache_key({}, model): cache}, **last_only(model))
+        _wait(ids.device)
         system.prefill.append(time.perf_counter() - begin)
         system.cache = cache
 
 
 def _decode(model: Any, system: System, ids: Tensor, kind: str, backend: str | None, seed: int) -> None:
-    session = None
+    session, key = None, cache_key({}, model)
     if system.name != STOCK:
         session = attach(model, system.name, audit=0.05 if kind == "audit" else 0, backend=backend, seed=seed)
     try:
@@ -146,9 +174,8 @@ def _decode(model: Any, system: System, ids: Tensor, kind: str, backend: str | N
             session.stopwatch = Stopwatch(ids.device) if kind == "parts" else None
         for i in range(ids.shape[1]):
             begin = time.perf_counter()
-            model(input_ids=ids[:, i : i + 1], use_cache=True, **{cache_key({}, model.model): system.cache})
-            if ids.device.type == "cuda":
-                torch.cuda.synchronize(ids.device)
+            model(input_ids=ids[:, i : i + 1], use_cache=True, **{key: system.cache})
+            _wait(ids.device)
             if kind == "timed":
                 system.steps.append(time.perf_counter() - begin)
         if session is not None and session.stopwatch is not None:

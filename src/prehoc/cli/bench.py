@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prehoc.cli import _common
+from prehoc.files import check_writable, read_text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Measure speed.")
 
@@ -42,49 +42,52 @@ def decode(
 ) -> None:
     """Time a decode step: stock transformers (sdpa, dynamic cache), our dense and the methods, interleaved."""
     lengths = _lengths(context)
-    source, content = _text(text_file)
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"the folder of --out {out} does not exist; create it first")
+    if text_file is None:
+        import argparse
+
+        text_file = Path(argparse.__file__)  # long, and on every machine
+    content, source = read_text(text_file)
+    if out is not None:
+        check_writable(out)
     import torch
 
     from prehoc import models, provenance
-    from prehoc.bench.decode import bench_decode
+    from prehoc.bench.decode import bench_decode, check_methods, check_tokens, needed
     from prehoc.bench.stream import stream_bandwidth
+    from prehoc.cli._prompt import Reader
+    from prehoc.eval.prefill_search import write_document
     from prehoc.methods import parse_method
 
     chosen = methods.split()
     for method in chosen:
         parse_method(method)
     _common.setup(threads, seed)
-    net, tokenizer = models.load(model, dtype=dtype)
-    limit = net.config.get_text_config(decoder=True).max_position_embeddings
-    longest = max(lengths) + (rounds + 3) * steps
-    if longest > limit:
-        raise ValueError(
-            f"context {max(lengths)} and {rounds + 3} rounds of {steps} steps need {longest} of {limit} positions"
-        )
-    ids = torch.tensor([tokenizer(content, verbose=False).input_ids[:longest]])
+    rows: list[dict[str, Any]] = []
     with _common.progress() as report:
+        reader = Reader.before_weights(model, dtype, report)
+        tokens = reader.tokenizer(content, verbose=False)["input_ids"]
+        check_tokens(len(tokens), reader.positions, max(lengths), rounds, steps)
+        net, _ = models.load(model, dtype=dtype, progress=report)
+        check_methods(net, chosen, backend)
+        ids = torch.tensor([tokens[: needed(max(lengths), rounds, steps)]])
         report("memory bandwidth", 0, 0)
         stream = stream_bandwidth()
-        rows = [
-            row
-            for length in lengths
-            for row in bench_decode(net, ids, length, chosen, rounds, steps, batch, backend, seed, report)
-        ]
-    document = {
-        "benchmark": "decode",
-        "model": model,
-        "dtype": dtype,
-        "text": source,
-        "stream_bytes_per_second": stream,
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "command": provenance.command(),
-        "rows": rows,
-    }
-    if out is not None:
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        document = {
+            "benchmark": "decode",
+            "model": provenance.hide_folders(model),
+            "dtype": dtype,
+            "text": source,
+            "stream_bytes_per_second": stream,
+            "machine": provenance.machine(),
+            "versions": provenance.versions(),
+            "command": provenance.command(),
+            "contexts": lengths,
+            "rows": rows,
+        }
+        for length in lengths:
+            rows += bench_decode(net, ids, length, chosen, rounds, steps, batch, backend, seed, report)
+            if out is not None:  # after each context: an interruption keeps those that are finished
+                write_document(out, document)
     if as_json:
         _common.emit_json(document)
     else:
@@ -99,20 +102,6 @@ def _lengths(text: str) -> list[int]:
     if min(lengths) < 1:
         raise ValueError(f"--context {text!r} has a length below 1")
     return lengths
-
-
-def _text(path: Path | None) -> tuple[dict[str, Any], str]:
-    from prehoc import provenance
-
-    if path is None:
-        import argparse
-
-        path = Path(argparse.__file__)  # long, and on every machine
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"--text-file {path}: {error.strerror}; give a readable text file") from None
-    return provenance.describe_text(path, content), content.decode("utf-8", errors="replace")
 
 
 def _print(rows: list[dict[str, Any]], stream: float) -> None:

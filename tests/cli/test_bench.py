@@ -1,0 +1,113 @@
+"""``prehoc bench decode`` on a tiny model; the bandwidth of the machine is made up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from prehoc import cli
+from prehoc.bench import decode, stream
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama: Callable[..., Path]) -> Path:
+    return tiny_llama({"text.txt": 150, "short.txt": 100})
+
+
+@pytest.fixture
+def bench(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.setattr(stream, "stream_bandwidth", lambda: 1e10)
+
+    def call(*more: str) -> int:
+        words = ["--model", str(folder), "--text-file", str(folder / "text.txt"), "--context", "60,100"]
+        words += ["--methods", "cis:budget=48,local=16", "--rounds", "2", "--steps", "3", *more]
+        monkeypatch.setattr(sys, "argv", ["prehoc", "bench", "decode", *words])
+        try:
+            cli.main()
+        except SystemExit as stop:
+            return int(stop.code or 0)
+        return 0
+
+    return call
+
+
+def test_prints_a_table_a_context_and_writes_the_document(
+    bench: Callable[..., int], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "b.json"
+    assert bench("--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    assert "decode step at 60 tokens" in shown and "decode step at 100 tokens" in shown
+    document = json.loads(out.read_text())
+    assert [(row["context"], row["system"]) for row in document["rows"]] == [
+        (length, name) for length in (60, 100) for name in ("sdpa", "dense", "cis:budget=48,local=16")
+    ]
+    assert document["contexts"] == [60, 100] and document["stream_bytes_per_second"] == 1e10
+    assert document["text"]["file"] == "text.txt" and document["command"].startswith("prehoc bench decode")
+    assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
+
+
+def test_an_interruption_keeps_the_finished_contexts(
+    bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, out = decode.bench_decode, tmp_path / "b.json"
+
+    def failing(model: Any, ids: Any, context: int, *more: Any) -> Any:
+        if context == 100:
+            raise OSError("the machine went away")
+        return real(model, ids, context, *more)
+
+    monkeypatch.setattr(decode, "bench_decode", failing)
+    assert bench("--out", str(out)) == 2
+    document = json.loads(out.read_text())
+    assert {row["context"] for row in document["rows"]} == {60} and document["contexts"] == [60, 100]
+
+
+def test_a_model_that_does_not_say_how_many_positions_it_has(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from prehoc.cli import _prompt
+
+    real = _prompt.Reader.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: Any, source: Any) -> Any:
+        return _prompt.Reader(real(cls, source).tokenizer, None)
+
+    monkeypatch.setattr(_prompt.Reader, "of", classmethod(of))
+    assert bench("--context", "60", "--methods", "", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--context", "60,x"), "--context '60,x' is not a list of numbers"),
+        (("--context", "0"), "--context '0' has a length below 1"),
+        (("--context", "60,140"), "the text has 150 tokens, but context 140 and 5 rounds of 3 steps need 155"),
+        (("--context", "250"), "the model has 256 positions, but context 250 and 5 rounds of 3 steps need 265"),
+        (("--methods", "ciss"), "unknown method 'ciss'; did you mean 'cis'"),
+        (("--methods", "psaw:start_layer=7"), "start_layer=7"),
+        (("--text-file", "no.txt"), "the text file 'no.txt' does not exist"),
+        (("--out", "no/folder/b.json"), "there is no folder 'no/folder' to write 'b.json' to"),
+        (("--out", "."), "'.' is a folder; give the name of a file"),
+        (("--dtype", "float23"), "unknown dtype 'float23'"),
+        (("--model", "smollm2-135m-instuct"), "did you mean 'smollm2-135m-instruct'"),
+    ],
+)
+def test_errors_come_before_anything_is_measured(
+    bench: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "forward", None)
+    monkeypatch.setattr(stream, "stream_bandwidth", lambda: pytest.fail("the machine was measured before the fault"))
+    assert bench(*more) == 2
+    assert message in capsys.readouterr().err
