@@ -101,7 +101,7 @@ def test_describe_is_read_back(text: str) -> None:
         ("cis:granularity=head", "unknown granularity 'head'.*known: kv_head, query_head"),
         ("cis:matched=maybe", "matched='maybe' is not a valid value: expected bool"),
         ("cis:matched=true,mass=0.9", "matched=true needs a stated total: give budget, ratio or critical"),
-        ("cis:matched=true,budget=48,block_size=16", "matched=true leaves no critical key: 8 of them, less 15 steps.*a smaller block_size"),
+        ("cis:matched=true,budget=48,block_size=16", "budget=48 leaves no critical key when matched.*give at least 56"),
         ("cis:budget=64,critical=9", "budget=64 and critical=9 both set the size"),
         ("cis:mass=2", "mass=2.0 must lie in"),
         ("oracle:tau=1", "unknown key 'tau' for method 'oracle'"),

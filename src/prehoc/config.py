@@ -229,10 +229,12 @@ class Budget:
         if critical is not None:
             total = self.sink + critical + self.local
             parts.append(f"{total} keys ({self.sink} sink + {critical} critical + {self.local} local)")
-            if prompt_tokens:
+            if prompt_tokens and total >= prompt_tokens:
+                parts.append(f", which covers the prompt of {prompt_tokens} tokens")
+            elif prompt_tokens:
                 parts.append(f"= {total / prompt_tokens:.3f} of {prompt_tokens} prompt tokens")
         elif self.ratio is not None:
             parts.append(f"{self.ratio:.4g} of the prompt ({self.sink} sink and {self.local} local included)")
         if self.mass is not None:
             parts.append(f"{'at most, ' if parts else ''}as few as retain mass {self.mass:g}")
-        return " ".join(parts)
+        return " ".join(parts).replace(" ,", ",")

@@ -10,6 +10,8 @@ from typing import Any
 from prehoc import mass
 from prehoc.books import Books, Prefill, Traffic
 
+FEW = 10  # audited triples below which a bootstrap interval is too narrow to print
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -68,7 +70,7 @@ class Report:
                 f"prefill          {p.tokens} tokens, {p.operations / 1e9:.1f} of {p.operations_dense / 1e9:.1f} G operations "
                 f"({saved:.1%} saved), {p.seconds:.2f} s"
             )
-        if d.steps:
+        if d.triples:
             lines += self._decode_lines()
         return "\n".join(lines)
 
@@ -85,6 +87,8 @@ class Report:
             f"keys and values {d.bytes_processed / 1e6:.1f}, indices {d.bytes_indices / 1e6:.1f}, "
             f"anchors {d.bytes_anchors / 1e6:.1f}",
         ]
+        if d.bytes_read > d.bytes_dense:
+            lines.append("                 more than dense: this budget is too close to the text's length to pay")
         if d.counted_triples:
             lines.append(
                 f"retrieval ratio  {d.retrieval_ratio:.3f} of {d.counted_triples} triples "
@@ -92,11 +96,16 @@ class Report:
                 f"{d.window_triples} window, {d.sliding_triples} sliding)"
             )
         mean, low, high = self.retained_mass
-        if self.audited:
+        if self.audited >= FEW:
             lines.append(
                 f"retained mass    {mean:.4f} [{low:.4f}, {high:.4f}] audited, n = {self.audited}, 95 % interval"
             )
             lines.append(f"total variation  {1 - mean:.4f} [{1 - high:.4f}, {1 - low:.4f}]")
+        elif self.audited:
+            lines.append(
+                f"retained mass    {mean:.4f} audited, n = {self.audited}: too few for an interval; raise audit="
+            )
+            lines.append(f"total variation  {1 - mean:.4f}")
         elif d.counted_triples:
             lines.append("retained mass    not audited: no triple was drawn; raise audit= or decode more steps")
         return lines

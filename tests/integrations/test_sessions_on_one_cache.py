@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -128,3 +129,35 @@ def test_a_mask_of_the_callers_own_is_in_the_books() -> None:
         net(input_ids=ids[:, 8:9], attention_mask=mask, use_cache=True, **{cache_key({}, net): cache})
         assert "decode           1 steps" in str(session.report())
         assert session.report().decode.dense_triples == session.report().decode.triples > 0
+
+
+def test_changing_the_attention_while_attached_is_refused() -> None:
+    net, ids = _net(), _ids(12)
+    session = prehoc.attach(net, "dense")
+    net.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="changed to 'eager' while prehoc is attached; call prehoc.detach"):
+        net(input_ids=ids)
+    assert str(session.report()).startswith("method")
+    prehoc.detach(net)
+    assert net.config._attn_implementation != "prehoc"
+
+
+def test_a_deep_copy_is_detached_through_the_model() -> None:
+    net = _net()
+    with prehoc.sparsify(net, "dense"):
+        twin = copy.deepcopy(net)
+    prehoc.detach(twin)
+    with prehoc.sparsify(twin, "dense") as session:
+        twin(input_ids=_ids(4))
+    assert session.model is twin
+
+
+def test_few_audits_print_no_interval() -> None:
+    net, ids = _net(), _ids(50)
+    with torch.no_grad(), prehoc.sparsify(net, f"cis:critical=8,{TINY}", audit=1.0) as session:
+        cache = session.new_cache(64)
+        _step(net, ids[:, :48], cache)
+        _step(net, ids[:, 48:49], cache)
+    report = session.report()
+    assert 0 < report.audited < 10
+    assert f"audited, n = {report.audited}: too few for an interval" in str(report) and "[" not in str(report)

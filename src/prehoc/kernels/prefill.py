@@ -111,5 +111,5 @@ def _block(
         keys, values = torch.cat([k[:, :, :sink], keys], 2), torch.cat([v[:, :, :sink], values], 2)
         mask = F.pad(mask, (sink, 0), value=True)
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
-    # unpruned attention is counted as dense is, pairs of the block's upper triangle aside
-    return out, size * keys.shape[2] if low[-1] > sink else causal_pairs(position, end)
+    # as dense is counted: pairs above the diagonal are not work, whatever a block does with them
+    return out, size * keys.shape[2] - causal_pairs(0, size - 1)

@@ -82,11 +82,10 @@ class CIS:
         check_choice("granularity", self.granularity, ("kv_head", "query_head"))
         if self.matched and self.size().critical_for(1) is None:
             raise ValueError("matched=true needs a stated total: give budget, ratio or critical")
-        least = self.size().critical_for(0)
-        if self.matched and self.ratio is None and least is not None and least <= self._growth:
+        if self.matched and self.budget is not None and self.budget < self.sink + self.local + self._growth + 1:
             raise ValueError(
-                f"matched=true leaves no critical key: {least} of them, less {self._growth} steps of frozen window; give more "
-                "than that, a smaller block_size, or local_window=sliding"
+                f"budget={self.budget} leaves no critical key when matched: sink {self.sink} + local {self.local} + "
+                f"{self._growth} steps of frozen window; give at least {self.sink + self.local + self._growth + 1}"
             )
 
     @property

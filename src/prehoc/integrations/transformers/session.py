@@ -95,7 +95,7 @@ class Session:
         AttentionInterface.register(NAME, prehoc_attention)
         AttentionMaskInterface.register(NAME, prehoc_mask)
         self._later(delattr, base, _ATTACHED)
-        setattr(base, _ATTACHED, True)
+        setattr(base, _ATTACHED, self)
         before = self.model.config._attn_implementation
         self._later(self.model.set_attn_implementation, before)
         self.model.set_attn_implementation(NAME)
@@ -117,6 +117,11 @@ class Session:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Adopt the cache and tell the attention functions what this forward is."""
+        if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
+            raise ValueError(
+                f"the attention implementation was changed to {module.config._attn_implementation!r} while prehoc is attached; "  # type: ignore[union-attr]
+                "call prehoc.detach(model) first"
+            )
         if module.training and torch.is_grad_enabled():
             raise ValueError("prehoc is for inference only: call model.eval() and use torch.no_grad()")
         if kwargs.get("output_attentions"):
@@ -275,7 +280,7 @@ def attach(
     """
     check_version()
     chosen = parse_method(method, extra) if isinstance(method, str) else method
-    if not hasattr(chosen, "plan"):
+    if isinstance(chosen, type) or not hasattr(chosen, "plan"):
         raise ValueError(
             f"method={method!r} is not a prehoc method; give for example prehoc.CPE(budget=1024) or 'cpe:budget=1024'"
         )
@@ -284,8 +289,8 @@ def attach(
     support = supports(model, plan)
     if not support:
         raise ValueError(f"unsupported model: {support.reason}")
-    if getattr(find_base(model)[0], _ATTACHED, False):  # type: ignore[index]
-        raise ValueError("the model is attached already: leave its sparsify block or call session.detach() first")
+    if attached(model) is not None:
+        raise ValueError("the model is attached already: leave its sparsify block or call prehoc.detach(model) first")
     device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
     name = kernels.resolve(default_backend() if backend is None else backend, device, dtype)
     for part in (plan.window, plan.freeze):
@@ -310,6 +315,14 @@ def sparsify(model: nn.Module, method: Method | str = "cpe", **options: Any) -> 
         session.detach()
 
 
-def detach(session: Session) -> None:
-    """Give the session's model back exactly as it was."""
-    session.detach()
+def attached(model: nn.Module) -> Session | None:
+    """Return the session at work on a model (or on a deep copy of one), None without."""
+    found = find_base(model)
+    return getattr(found[0], _ATTACHED, None) if found else None
+
+
+def detach(target: Session | nn.Module) -> None:
+    """Give a session's model back exactly as it was; a model without a session is left alone."""
+    session = target if isinstance(target, Session) else attached(target)
+    if session is not None:
+        session.detach()
