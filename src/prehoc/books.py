@@ -43,6 +43,14 @@ class Traffic:
         """Retrievals per (row, step, layer, head) whose middle was larger than the critical keys; NaN if there was none."""
         return self.retrievals / self.counted_triples if self.counted_triples else float("nan")
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all counts with the two derived ones."""
+        return {
+            **dataclasses.asdict(self),
+            "bytes_read": self.bytes_read,
+            "retrieval_ratio": self.retrieval_ratio,
+        }
+
 
 @dataclasses.dataclass
 class Prefill:
@@ -211,7 +219,4 @@ class Stopwatch:
 def as_dict(books: Books) -> dict[str, Any]:
     """Return traffic and prefill as plain numbers."""
     books.flush()
-    traffic = dataclasses.asdict(books.traffic)
-    traffic["bytes_read"] = books.traffic.bytes_read
-    traffic["retrieval_ratio"] = books.traffic.retrieval_ratio
-    return {"decode": traffic, "prefill": dataclasses.asdict(books.prefill)}
+    return {"decode": books.traffic.to_dict(), "prefill": dataclasses.asdict(books.prefill)}

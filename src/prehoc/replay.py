@@ -11,8 +11,9 @@ import torch
 from prehoc import books
 from prehoc.integrations.transformers import describe
 from prehoc.recorder import Exact, TraceRecorder
-from prehoc.selection import Decision, Method, Plan, Rows, State, Step, Window
-from prehoc.trace import Trace, without_nan
+from prehoc.report import without_nan
+from prehoc.selection import Method, Plan, Rows, State, Step, decide
+from prehoc.trace import Trace
 
 
 @dataclasses.dataclass
@@ -105,21 +106,12 @@ def _replay_layer(found: Trace, layer: int, runs: list[_Run], backend: str) -> N
             masked = hidden(total) if hidden else 0
             seen = keys[:, :, :total]  # stands for the values too: they were not recorded, and no selection reads them
             step = Step(layer, q[None], seen, seen, scale, Rows((0,), (prompt,)), (masked,), backend)
-            decision = _decide(run, step)
+            decision = decide(run.plan, step, run.state)
             run.books.decision(step, keys.shape[3], decision)
             shape = (run.granularity, run.recorder.sizes.sink, run.recorder.sizes.local)
             if shape not in exact:
                 exact[shape] = run.recorder.exact(step)
             run.recorder.measure(step, decision, exact[shape])
-
-
-def _decide(run: _Run, step: Step) -> Decision:
-    """Return what the decode of an attached model would read."""
-    decision = run.plan.selector.decide(step, run.state) if run.plan.selector is not None else Decision(None)
-    if decision.selection is None and any(step.masked):
-        assert run.plan.window is not None
-        decision.selection = Window(run.plan.window.sink, step.masked)
-    return decision
 
 
 def _finish(found: Trace, run: _Run, layers: Sequence[int]) -> Trace:

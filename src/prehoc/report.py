@@ -50,12 +50,11 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers; what cannot be computed is None."""
         out = dataclasses.asdict(self)
-        out["decode"]["bytes_read"] = self.decode.bytes_read
-        out["decode"]["retrieval_ratio"] = self.decode.retrieval_ratio
+        out["decode"] = self.decode.to_dict()
         mean, low, high = self.retained_mass
         out["retained_mass"] = {"mean": mean, "low": low, "high": high}
         out["total_variation"] = {"mean": 1 - mean, "low": 1 - high, "high": 1 - low}
-        cleaned = _clean(out)
+        cleaned = without_nan(out)
         assert isinstance(cleaned, dict)
         return cleaned
 
@@ -128,10 +127,10 @@ def make_report(method: str, budget: str, books: Books, seed: int, cache_bytes: 
     )
 
 
-def _clean(value: Any) -> Any:
-    """Replace NaN by None: JSON has no NaN."""
+def without_nan(value: Any) -> Any:
+    """Return plain data with NaN as None: JSON has no NaN."""
     if isinstance(value, dict):
-        return {k: _clean(v) for k, v in value.items()}
+        return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_clean(v) for v in value]
+        return [without_nan(v) for v in value]
     return None if isinstance(value, float) and math.isnan(value) else value

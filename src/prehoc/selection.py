@@ -204,3 +204,24 @@ class Method(Protocol):
     def plan(self) -> Plan:
         """Return what the engine must do."""
         ...
+
+
+def decide(plan: Plan, step: Step, state: State | None) -> Decision:
+    """Return what a decode step reads under a plan: its selector's choice, else the depth window's range, else every key.
+
+    Parameters
+    ----------
+    plan : Plan
+        What the method asks for.
+    step : Step
+        The step.
+    state : State or None
+        The selector's memory (None: the plan has no selector).
+    """
+    decision = Decision(None)
+    if plan.selector is not None and state is not None:
+        decision = plan.selector.decide(step, state)
+    if decision.selection is None and plan.window is not None and any(step.masked):
+        starts = tuple(pad + hidden for pad, hidden in zip(step.rows.pad, step.masked, strict=True))
+        decision.selection = Window(plan.window.sink, starts)
+    return decision

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from prehoc.integrations.transformers import attach, describe, new_cache
 from prehoc.integrations.transformers.compat import cache_key
 from prehoc.integrations.transformers.support import layer_kinds
 from prehoc.recorder import RECORDS, TraceRecorder
+from prehoc.report import without_nan
 from prehoc.selection import Method
 
 FORMAT = 1
@@ -280,15 +280,6 @@ def full_layers(kinds: Sequence[str]) -> list[int]:
     if not full:
         raise ValueError(f"none of the model's {len(kinds)} layers has full attention to select in; take another model")
     return full
-
-
-def without_nan(value: Any) -> Any:
-    """Return plain data with NaN as None: JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _mean(values: NDArray[np.float32]) -> float | None:

@@ -13,7 +13,7 @@ from prehoc import kernels
 from prehoc.integrations.transformers.forward import Forward
 from prehoc.integrations.transformers.layers import KVLayer
 from prehoc.kernels.prefill import causal_pairs, prefill_window
-from prehoc.selection import Decision, Selection, Step, Window
+from prehoc.selection import Decision, Selection, Step, Window, decide
 
 NAME = "prehoc"
 
@@ -152,11 +152,7 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
     masked = fwd.masked(layer)
     step = Step(layer, one, k, v, scale, fwd.rows, masked, fwd.backend)
     selector = fwd.plan.selector
-    decision = selector.decide(step, holder.store.selection_state(selector)) if selector else Decision(None)
-    if decision.selection is None and any(masked):
-        assert fwd.plan.window is not None
-        starts = tuple(pad + hide for pad, hide in zip(fwd.rows.pad, masked, strict=True))
-        decision.selection = Window(fwd.plan.window.sink, starts)
+    decision = decide(fwd.plan, step, holder.store.selection_state(selector) if selector else None)
     if fwd.stopwatch:
         fwd.stopwatch.lap("selection")
     fwd.books.decision(step, v.shape[-1], decision)
