@@ -78,19 +78,26 @@ def decode_sections() -> str:
 
 def decode_section(path: Path) -> str:
     document = json.loads(path.read_text())
-    rows = document["rows"]
-    contexts = sorted({row["context"] for row in rows})
-    table = {(row["system"], row["context"]): row["step_ms"] for row in rows}
-    lines = [
-        f"  Median milliseconds per decode step on {document['machine']['cpu']}, {document['machine']['torch_threads']}"
-        f" threads ([data and command](benchmarks/{path.name})):\n",
-        "  | | " + " | ".join(f"{context} tokens" for context in contexts) + " |",
-        "  |---|" + "---|" * len(contexts),
-    ]
-    for system in dict.fromkeys(row["system"] for row in rows):
-        name = "stock transformers (sdpa)" if system == "sdpa" else f"`{system}`"
-        cells = (table.get((system, context)) for context in contexts)
-        lines.append(f"  | {name} | " + " | ".join("" if c is None else f"{c:.1f}" for c in cells) + " |")
+    machine, rows = document["machine"], document["rows"]
+    kernels = {"cpu": "C++ kernels", "reference": "torch kernels"}[rows[1]["backend"]]
+    lines = []
+    for context in sorted({row["context"] for row in rows}):
+        here = [row for row in rows if row["context"] == context]
+        dense = next(row["step_ms"] for row in here if row["system"] == "dense")
+        lines += [
+            f"\n  {context} tokens, {kernels}: median milliseconds of a decode step, {document['dtype']}, "
+            f"{machine['torch_threads']} threads of {machine['cpu']}, stream "
+            f"{document['stream_bytes_per_second'] / 1e9:.0f} GB/s ([data and command](benchmarks/{path.name}))\n",
+            "  | | ms | of our dense | attention | selection | rest | MB read | retained mass |",
+            "  |---|---|---|---|---|---|---|---|",
+        ]
+        for row in here:
+            name = "stock transformers (sdpa)" if row["system"] == "sdpa" else f"`{row['system']}`"
+            cells = [f"{row['step_ms']:.1f}", f"{row['step_ms'] / dense:.2f}"]
+            cells += [f"{row[part]:.1f}" if part in row else "" for part in ("attention_ms", "selection_ms", "rest_ms")]
+            cells.append(f"{row['bytes_per_step'] / 1e6:.0f}" if "bytes_per_step" in row else "")
+            cells.append(f"{row['retained_mass']:.3f}" if row.get("retained_mass") is not None else "")
+            lines.append(f"  | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
