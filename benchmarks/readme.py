@@ -85,7 +85,7 @@ def decode_section(path: Path) -> str:
         here = [row for row in rows if row["context"] == context]
         dense = next(row["step_ms"] for row in here if row["system"] == "dense")
         lines += [
-            f"\n  {context} tokens, {kernels}: median milliseconds of a decode step, {document['dtype']}, "
+            f"\n  {here[0]['batch']} x {context} tokens, {kernels}: median milliseconds of a decode step, {document['dtype']}, "
             f"{machine['torch_threads']} threads of {machine['cpu']}, stream "
             f"{document['stream_bytes_per_second'] / 1e9:.0f} GB/s ([data and command](benchmarks/{path.name}))\n",
             "  | | ms | of our dense | attention | selection | rest | MB read | retained mass |",
