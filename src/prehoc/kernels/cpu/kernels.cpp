@@ -203,7 +203,6 @@ struct Cache {
 };
 
 // attend the keys column(j), j in [begin, end), of one selection head
-// attend the keys column(j), j in [begin, end), of one selection head
 template <class T, class Column>
 void attend(const float* q, const T* k, const T* v, const Cache& c, int64_t groups, int64_t dim, int64_t dim_v,
             int64_t begin, int64_t end, Column column, Partial part) {
@@ -456,19 +455,5 @@ void prehoc_dilate(const int64_t* order, int64_t r, int64_t k, const int64_t* fi
         lengths[i] = int32_t(count);
         std::fill(list + count, list + width, -1);
     }
-}
-
-// sum of a float32 buffer by all threads: the yardstick of memory bandwidth
-double prehoc_stream(const float* data, int64_t count) {
-    double total = 0;
-#pragma omp parallel for schedule(static) reduction(+ : total)
-    for (int64_t chunk = 0; chunk < count / 4096; ++chunk) {
-        float sum = 0;
-        const float* p = data + chunk * 4096;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < 4096; ++i) sum += p[i];
-        total += sum;
-    }
-    return total;
 }
 }
