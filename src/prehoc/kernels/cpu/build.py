@@ -52,7 +52,8 @@ def _openmp() -> Path | None:
 def _key(compiler: str, runtime: Path | None) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     cpu = provenance.cpuinfo("flags") or provenance.cpuinfo("Features") or provenance.cpu_name()
-    parts = [SOURCE.read_text(), version, cpu, torch.__version__, str(runtime), *FLAGS]
+    sources = (path.read_text() for path in sorted(SOURCE.parent.glob("*.h")))
+    parts = [SOURCE.read_text(), *sources, version, cpu, torch.__version__, str(runtime), *FLAGS]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 
