@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -225,3 +226,32 @@ def decide(plan: Plan, step: Step, state: State | None) -> Decision:
         starts = tuple(pad + hidden for pad, hidden in zip(step.rows.pad, step.masked, strict=True))
         decision.selection = Window(plan.window.sink, starts)
     return decision
+
+
+def attend(ops: ModuleType, step: Step, chosen: Selection | Window | None) -> Tensor:
+    """Return the attention output of a decode step over the keys that were chosen.
+
+    Parameters
+    ----------
+    ops : module
+        The operations of a kernel backend.
+    step : Step
+        The step.
+    chosen : Selection, Window or None
+        A decision's selection (None: every visible key).
+
+    Returns
+    -------
+    Tensor
+        ``[B, H, Dv]`` in the dtype of q.
+    """
+    q, k, v, scale, pad = step.q, step.k, step.v, step.scale, step.rows.pad
+    if isinstance(chosen, Selection) and chosen.keys is not None and chosen.values is not None:
+        out: Tensor = ops.decode_compact(q, chosen.keys, chosen.values, chosen.lengths, scale, chosen.full)
+    elif isinstance(chosen, Selection):
+        out = ops.decode_selected(q, k, v, chosen.indices, chosen.lengths, scale, chosen.full)
+    elif isinstance(chosen, Window):
+        out = ops.decode_dense(q, k, v, pad, chosen.sink, chosen.start, scale)
+    else:
+        out = ops.decode_dense(q, k, v, pad, 0, pad, scale)
+    return out

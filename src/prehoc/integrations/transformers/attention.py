@@ -13,7 +13,7 @@ from prehoc import kernels
 from prehoc.integrations.transformers.forward import Forward
 from prehoc.integrations.transformers.layers import KVLayer
 from prehoc.kernels.prefill import causal_pairs, prefill_window
-from prehoc.selection import Decision, Selection, Step, Window, decide
+from prehoc.selection import Decision, Step, attend, decide
 
 NAME = "prehoc"
 
@@ -162,15 +162,7 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
         fwd.auditor.sample(step, decision, fwd.books)
     if fwd.stopwatch:
         fwd.stopwatch.lap("rest")
-    chosen = None if fwd.observe else decision.selection
-    if isinstance(chosen, Selection) and chosen.keys is not None and chosen.values is not None:
-        out = ops.decode_compact(one, chosen.keys, chosen.values, chosen.lengths, scale, chosen.full)
-    elif isinstance(chosen, Selection):
-        out = ops.decode_selected(one, k, v, chosen.indices, chosen.lengths, scale, chosen.full)
-    elif isinstance(chosen, Window):
-        out = ops.decode_dense(one, k, v, fwd.rows.pad, chosen.sink, chosen.start, scale)
-    else:
-        out = ops.decode_dense(one, k, v, fwd.rows.pad, 0, fwd.rows.pad, scale)
+    out = attend(ops, step, None if fwd.observe else decision.selection)
     if fwd.stopwatch:
         fwd.stopwatch.lap("attention")
     return out[:, :, None]
