@@ -305,6 +305,17 @@ def test_what_decodes_sparsely_is_recorded_from_its_own_queries(tiny: Any, token
     assert (found.oracle_equal_keys > found.retained - 1e-3).all()
 
 
+def test_recorded_keys_and_values_are_those_of_the_model(tiny: Any, tokens: list[int]) -> None:
+    found = trace(tiny, tokens, PROMPT, STEPS, "dense", observe=True, record=("qkv",))
+    with torch.no_grad():
+        cache = tiny(torch.tensor([tokens]), use_cache=True).past_key_values
+    for layer, stored in enumerate(cache.layers):
+        np.testing.assert_allclose(found.k[layer], stored.keys[0], atol=1e-4)
+        np.testing.assert_allclose(found.v[layer], stored.values[0], atol=1e-4)
+    assert found.q is not None and np.isfinite(found.q).all()
+    assert trace(tiny, tokens, PROMPT, 1, "dense", record=("qk",)).v is None
+
+
 def _weights(found: Trace, step: int) -> np.ndarray:
     layers, heads, size, dim = found.k.shape
     q = found.q[step].reshape(layers, heads, -1, dim)

@@ -14,7 +14,7 @@ from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK
 from prehoc.kernels.reference import ranked
 from prehoc.selection import Decision, Plan, Selection, Step, Window
 
-RECORDS = ("selections", "qk")
+RECORDS = ("selections", "qk", "qkv")
 FIELDS: dict[str, tuple[Any, float]] = {  # dtype, and the value where there is nothing to say
     "retained": (np.float32, np.nan),
     "oracle": (np.float32, np.nan),
@@ -131,7 +131,7 @@ class TraceRecorder:
     granularity : {"kv_head", "query_head"}
         What a selection head is.
     record : tuple of str
-        ``selections`` and ``qk``, or less.
+        Any of `RECORDS`; ``qkv`` is ``qk`` and the values.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class TraceRecorder:
             self._array(name, step)[at] = value.cpu().numpy() if isinstance(value, Tensor) else value
         if "selections" in self._record:
             self._columns[at] = _lists(read)
-        if "qk" in self._record:
+        if "qk" in self._record or "qkv" in self._record:
             self._keep(step, at)
 
     def _critical(self, exact: Exact, as_many: Tensor) -> Tensor:
@@ -224,12 +224,16 @@ class TraceRecorder:
         _, h, d = step.q.shape
         if "q" not in self._arrays:
             self._arrays["q"] = np.full((self._steps, self._layers, h, d), np.nan, np.float32)
-            size = (self._layers, step.k.shape[1], self._prompt + self._steps, d)
-            self._arrays["k"] = np.full(size, np.nan, np.float32)
         self.scale[step.layer] = step.scale
         self._arrays["q"][at] = step.q[0].float().cpu().numpy()
-        new = slice(0, step.columns) if at[0] == 0 else slice(step.columns - 1, step.columns)  # keys never change
-        self._arrays["k"][step.layer, :, new] = step.k[0, :, new].float().cpu().numpy()
+        new = (
+            slice(0, step.columns) if at[0] == 0 else slice(step.columns - 1, step.columns)
+        )  # cached ones never change
+        for name, cached in (("k", step.k), ("v", step.v))[: 2 if "qkv" in self._record else 1]:
+            if name not in self._arrays:
+                size = (self._layers, cached.shape[1], self._prompt + self._steps, cached.shape[3])
+                self._arrays[name] = np.full(size, np.nan, np.float32)
+            self._arrays[name][step.layer, :, new] = cached[0, :, new].float().cpu().numpy()
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by name.

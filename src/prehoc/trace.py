@@ -63,6 +63,8 @@ class Trace:
         float32 ``[S, N, H, D]``, queries after rotary embedding.
     k : ndarray or None
         float32 ``[N, Hkv, P + S, D]``, keys.
+    v : ndarray or None
+        float32 ``[N, Hkv, P + S, Dv]``, values.
     """
 
     retained: NDArray[np.float32]
@@ -78,6 +80,7 @@ class Trace:
     indices: NDArray[np.int32] | None = None
     q: NDArray[np.float32] | None = None
     k: NDArray[np.float32] | None = None
+    v: NDArray[np.float32] | None = None
 
     def save(self, path: str | Path) -> None:
         """Write an npz file, whole or not at all.
@@ -163,8 +166,8 @@ def trace(
         A configuration, or ``name:key=value,...``.
     observe : bool
         Select and record, but prefill and attend densely: every layer sees the dense model's queries and keys.
-    record : sequence of {"selections", "qk"}
-        Also keep `Trace.indices`; `Trace.q` and `Trace.k`.
+    record : sequence of {"selections", "qk", "qkv"}
+        Also keep `Trace.indices`; `Trace.q` and `Trace.k`; these two and `Trace.v`.
     backend : str, optional
         Kernel backend.
     seed : int

@@ -33,7 +33,9 @@ def command(
     ] = False,
     record: Annotated[
         list[str] | None,
-        typer.Option("--record", help="selections: the keys read; qk: queries and keys. May be repeated."),
+        typer.Option(
+            "--record", help="selections: the keys read; qk: queries and keys; qkv: values too. May be repeated."
+        ),
     ] = None,
     dtype: _common.Dtype = "auto",
     backend: _common.Backend = None,
