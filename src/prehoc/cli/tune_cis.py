@@ -24,6 +24,9 @@ def command(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="P: tokens that are prefilled.")] = 3072,
     steps: Annotated[int, typer.Option("--steps", help="S: tokens that are decoded.")] = 96,
     budgets: Annotated[str, typer.Option("--budgets", help="Keys per head, separated by commas.")] = "128,512",
+    vary: Annotated[
+        str, typer.Option("--vary", help="Only settings that vary these keys, separated by commas (all if empty).")
+    ] = "",
     layer_stride: Annotated[int, typer.Option("--layer-stride", help="Replay every n-th full-attention layer.")] = 1,
     plot: Annotated[Path | None, typer.Option("--plot", help="Picture to write (png, svg or pdf).")] = None,
     dtype: _common.Dtype = "float32",
@@ -53,7 +56,7 @@ def command(
     from prehoc.integrations.transformers.support import layer_kinds
     from prehoc.trace import check_request
 
-    rows = settings(sizes)
+    rows = settings(sizes, [key.strip() for key in vary.split(",") if key.strip()])
     check_int("layer_stride", layer_stride, 1)
     count = windows or len(text_file)
     texts = read_texts(text_file, count)

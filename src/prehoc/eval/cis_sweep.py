@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from prehoc.config import check_int
+from prehoc.config import check_int, unknown
 from prehoc.integrations.transformers import describe
 from prehoc.mass import mean_interval
 from prehoc.methods import CIS, Dense, Oracle, Streaming
@@ -51,8 +51,21 @@ def identity(row: Setting) -> dict[str, Any]:
     return {"label": row.label, "method": row.method.name, **dataclasses.asdict(row.method)}  # type: ignore[call-overload]
 
 
-def settings(budgets: Sequence[int]) -> list[Setting]:
-    """Return the settings of the sweep: the defaults of CIS, each key varied alone, pairs of s and tau, and references."""
+def settings(budgets: Sequence[int], vary: Sequence[str] = ()) -> list[Setting]:
+    """Return the settings of the sweep: the defaults of CIS, each key varied alone, pairs of s and tau, and references.
+
+    Parameters
+    ----------
+    budgets : sequence of int
+        Keys per head.
+    vary : sequence of str
+        Keep only the settings that vary one of these (`Setting.varies`); defaults and references always stay.
+
+    Raises
+    ------
+    ValueError
+        For a name in `vary` that no setting varies.
+    """
     rows = [Setting("dense", "reference", None, Dense())]
     for budget in budgets:
         base = CIS(budget=budget)
@@ -75,11 +88,16 @@ def settings(budgets: Sequence[int]) -> list[Setting]:
             ("sliding local", "local_window", {"local_window": "sliding"}),
             ("matched", "matched", {"matched": True}),
             *((f"s={s}, tau=0.6", "s and tau", {"block_size": s, "tau": 0.6}) for s in (4, 16)),
+            *((f"tau={tau}, m=k", "gate", {"tau": tau, "dilate": critical}) for tau in (0.5, 0.6, 0.7)),
         ]
         rows += [
             Setting(label, varies, budget, dataclasses.replace(base, **change)) for label, varies, change in changes
         ]
-    return rows
+    known = dict.fromkeys(row.varies for row in rows)
+    for name in vary:
+        if name not in known:
+            raise unknown("varied key", name, tuple(known))
+    return [row for row in rows if not vary or row.varies in (*vary, "none", "reference")]
 
 
 def run(

@@ -126,8 +126,8 @@ def retrieve_lists(
         limit = per_row(tuple(max(keys - reserve, 0) + always for keys in middle.critical), row)
     lists: tuple[Tensor, Tensor] = ops.dilate(
         found.order,
-        torch.tensor(step.rows.pad, device=device)[row, None],
-        torch.tensor(middle.start, device=device)[row, None],
+        per_row(step.rows.pad, row),
+        per_row(middle.start, row),
         step.columns,
         budget.sink,
         budget.local,

@@ -80,18 +80,19 @@ def retrieve(
     n, (low, high) = k.shape[2], (min(start), max(start))
     queries = group_queries(q, selection_heads, k.shape[1]).flatten(0, 1).float() * scale  # [B*Hs, G, D]
     group = queries.shape[1]
-    tail = _logits(queries, k[:, :, low:], heads, selection_heads)  # [R, G, n - low]
-    pairs = torch.arange(len(start) * selection_heads, device=q.device) if heads is None else heads
-    row = pairs // selection_heads  # [R]
-    columns = torch.arange(low, n, device=q.device)
+    lead = sink if low == high == min(first) + sink == max(first) + sink else 0  # one product scores sinks and middle
+    tail = _logits(queries, k[:, :, low - lead :], heads, selection_heads)  # [R, G, lead + n - low]
     if high > low:  # ragged rows: hide what lies before a row's own middle
-        begin = torch.tensor(start, device=q.device)[row]
+        pairs = torch.arange(len(start) * selection_heads, device=q.device) if heads is None else heads
+        begin = torch.tensor(start, device=q.device)[pairs // selection_heads]  # [R]
+        columns = torch.arange(low, n, device=q.device)
         tail.masked_fill_((columns < begin[:, None])[:, None], -torch.inf)
-    middle = tail[..., : n - low - local]
+    end = tail.shape[2] - local
+    middle = tail[..., lead:end]
     weights = base = None
     if group > 1 or with_mass:
         lse = torch.logsumexp(tail, -1)  # [R, G]
-        if sink:
+        if sink and not lead:
             sinks = torch.logsumexp(_sink_logits(queries, k, heads, selection_heads, first, sink), -1)
             lse = torch.logaddexp(lse, sinks)
         relative = middle - lse[..., None]
@@ -101,8 +102,9 @@ def retrieve(
     position = ranked(score, min(topk, score.shape[1]))
     if with_mass:
         weights = torch.exp(middle.gather(2, position[:, None].expand(-1, group, -1)) - lse[..., None])
-        base = torch.exp(torch.logsumexp(tail[..., n - low - local :], -1) - lse)
-        base = base + torch.exp(sinks - lse) if sink else base
+        base = torch.exp(torch.logsumexp(tail[..., end:], -1) - lse)
+        if sink:
+            base = base + torch.exp((torch.logsumexp(tail[..., :lead], -1) if lead else sinks) - lse)
     order = position + low
     if high > low:
         order = torch.where(order >= begin[:, None], order, -1)
@@ -121,24 +123,29 @@ def _logits(q: Tensor, k: Tensor, heads: Tensor | None, per_row: int) -> Tensor:
     kv = k.flatten(0, 1)  # [B*Hkv, m, D], still a view
     share = per_row // k.shape[1]  # 1 for kv_head, G for query_head
     if heads is None:
-        if share > 1:
-            return (q.view(kv.shape[0], share, -1).float() @ kv.float().mT).flatten(0, 1).unsqueeze(1)
-        return q.float() @ kv.float().mT
-    out = q.new_empty((heads.numel(), q.shape[1], k.shape[2]), dtype=torch.float32)
+        together = q.view(kv.shape[0], share * q.shape[1], -1)
+        found = kv.float() @ together.mT  # [B*Hkv, m, share * G]: twice as fast as the product the other way round
+        return found.mT.reshape(q.shape[0], q.shape[1], -1)
+    out = q.new_empty((heads.numel(), k.shape[2], q.shape[1]))
     for i, pair in enumerate(heads.tolist()):  # one matrix product a head: copies no key
-        torch.mm(q[pair].float(), kv[pair // share].float().mT, out=out[i])
-    return out
+        torch.mm(kv[pair // share].float(), q[pair].mT, out=out[i])
+    return out.mT.contiguous()
 
 
 def ranked(score: Tensor, k: int) -> Tensor:
     """Return int64 ``[R, k]`` positions of the k largest of float32 ``[R, m]``, best first; equal bits: the lower index wins."""
-    bits = (score + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    score = score + 0.0  # -0.0 becomes 0.0
     m = score.shape[-1]
-    key = (ordered << 32) | torch.arange(m - 1, -1, -1, device=score.device)
-    if not host.may_look(key.device):
+    if not host.may_look(score.device):
+        bits = score.view(torch.int32)
+        ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+        key = (ordered << 32) | torch.arange(m - 1, -1, -1, device=score.device)
         return torch.topk(key, k, dim=-1).indices
-    # keys are unique, so the order is the only one there is, and numpy selects with SIMD where torch does not
-    best = np.partition(key.numpy(), m - k)[:, m - k :]
-    best.sort()
-    return torch.from_numpy(m - 1 - (best[:, ::-1] & 0xFFFFFFFF))
+    out = np.empty((score.shape[0], k), dtype=np.int64)
+    for row, best in zip(score.numpy(), out, strict=True):  # numpy selects and sorts with SIMD where torch does not
+        found = np.flatnonzero(row >= np.partition(row, m - k)[m - k]) if k else np.empty(0, dtype=np.int64)
+        bits = row[found].view(np.int32)
+        key = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64) << 32 | (m - 1 - found)
+        key.sort()
+        best[:] = m - 1 - (key[::-1][:k] & 0xFFFFFFFF)
+    return torch.from_numpy(out)
