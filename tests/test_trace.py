@@ -430,7 +430,7 @@ def test_bad_requests_are_refused_before_the_model_runs(
     monkeypatch.setattr(tiny.model, "forward", None)
     with pytest.raises(ValueError, match=message):
         trace(tiny, [1] * count, prompt, steps, "cis:critical=24")
-    with pytest.raises(ValueError, match="unknown record 'qv'; did you mean 'qk'"):
+    with pytest.raises(ValueError, match="unknown record 'qv'; did you mean 'qkv'"):
         trace(tiny, [1] * 20, 4, 4, "dense", record=("qv",))
 
 
