@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -14,8 +15,8 @@ from prehoc import kernels
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_bool, check_choice, check_int, check_range
 from prehoc.kernels import host
 from prehoc.methods import _compact
-from prehoc.methods._retrieval import Middle, as_selection, cover, retrieve_lists
-from prehoc.selection import Decision, Plan, State, Step
+from prehoc.methods._retrieval import DILATE_SHARE, Middle, as_selection, cover, retrieve_lists
+from prehoc.selection import Decision, Plan, Selection, State, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,9 @@ class CIS:
             state["step"] = number
             return Decision(None, counted=middle.counted, heads=middle.heads)
         hs, device = middle.heads, step.q.device
+        native = getattr(kernels.get(step.backend, device), "cis_step", None)
+        if native is not None and self.refresh == "rolling" and self.mass is None and all(middle.counted):
+            return self._native(native, step, state, middle)
         look = host.may_look(device)
         q = step.q.float()
         norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
@@ -136,7 +140,7 @@ class CIS:
             chosen = None if not look or bool(need.all()) else need.flatten().nonzero()[:, 0]
             reserve = self._growth if self.matched else None
             lists = retrieve_lists(step, middle, chosen, self.size(), self.dilate, self.radius, reserve)
-            today = self._store(state, lists, unit, need, chosen, boundary)
+            today = self._store(step, state, lists, unit, need, chosen, boundary)
             if copies:
                 _compact.refill(state, step, chosen, lists[0])
         indices, lengths = today or (state["indices"], state["lengths"])
@@ -148,6 +152,35 @@ class CIS:
             longest = selection.indices.shape[2]
             selection.keys, selection.values = state["keys"][:, :, :longest], state["values"][:, :, :longest]
         return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs, copied=copies)
+
+    def _native(self, cis_step: Callable[..., tuple[Tensor, Tensor]], step: Step, state: State, middle: Middle) -> Decision:
+        """Decide in one call of a native kernel, on the same state."""
+        critical, always = middle.critical, self.sink + self.local
+        best = tuple(keys // DILATE_SHARE if self.dilate is None else self.dilate for keys in critical)
+        limit = tuple(max(keys - self._growth, 0) + always for keys in critical) if self.matched else None
+        _reserve(state, step, middle.heads, always + max(critical) + 2 * self.radius * max(best) + self._growth + 1)
+        retrieved, cosine = cis_step(
+            step.q,
+            step.k,
+            state,
+            step.rows.pad,
+            middle.start,
+            self.sink,
+            self.local,
+            critical,
+            best,
+            limit,
+            DILATE_SHARE if self.matched and self.dilate is None else None,
+            self.radius,
+            self.block_size,
+            self.local_window == "frozen",
+            self.tau,
+            step.scale,
+        )
+        selection = Selection(state["indices"], state["lengths"])
+        return Decision(
+            selection, retrieved, cosine, middle.counted, middle.scored, anchors=True, heads=middle.heads
+        )
 
     def _keeps_copies(self, step: Step) -> bool:
         """Return whether the selected rows are worth copying: lists that only grow, and kernels that would gather them."""
@@ -174,6 +207,7 @@ class CIS:
 
     def _store(
         self,
+        step: Step,
         state: State,
         lists: tuple[Tensor, Tensor],
         unit: Tensor,
@@ -185,14 +219,7 @@ class CIS:
         indices, lengths = lists
         b, hs = need.shape
         room = self._growth + 1  # one more than a block appends: the step that ends it writes before it is replaced
-        width = indices.shape[1] + room
-        if "indices" not in state:
-            state["indices"] = indices.new_full((b, hs, width), -1)
-            state["lengths"] = lengths.new_zeros((b, hs))
-            state["age"] = lengths.new_full((b, hs), -1)
-            state["anchor"] = torch.full_like(unit, torch.nan)
-        elif state["indices"].shape[2] < width:
-            state["indices"] = F.pad(state["indices"], (0, width - state["indices"].shape[2]), value=-1)
+        _reserve(state, step, hs, indices.shape[1] + room)
         indices = F.pad(indices, (0, state["indices"].shape[2] - indices.shape[1]), value=-1)
         store, today = need, None
         if self.refresh == "block" and not boundary:
@@ -206,6 +233,20 @@ class CIS:
         _put(state["anchor"].view(b, hs, -1), chosen, anchors if chosen is None else anchors[chosen], store)
         state["age"].masked_fill_(store, 0)
         return today
+
+
+def _reserve(state: State, step: Step, heads: int, width: int) -> None:
+    """Make room for sets of `width` keys for every head; what is new belongs to no block."""
+    indices: Tensor | None = state.get("indices")
+    if indices is None:
+        b, h, d = step.q.shape
+        number = {"dtype": torch.int32, "device": step.q.device}
+        state["indices"] = torch.full((b, heads, width), -1, **number)
+        state["lengths"] = torch.zeros((b, heads), **number)
+        state["age"] = torch.full((b, heads), -1, **number)
+        state["anchor"] = torch.full((b, h, d), torch.nan, device=step.q.device)
+    elif indices.shape[2] < width:
+        state["indices"] = F.pad(indices, (0, width - indices.shape[2]), value=-1)
 
 
 def _put(target: Tensor, chosen: Tensor | None, values: Tensor, mask: Tensor) -> None:

@@ -6,6 +6,7 @@ Selected keys are read in place and a key row once for its whole group; long hea
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 __all__ = [
     "READS_IN_PLACE",
     "BuildError",
+    "cis_step",
     "decode_compact",
     "decode_dense",
     "decode_selected",
@@ -182,3 +184,76 @@ def dilate(
         _pointer(lengths),
     )
     return lists[:, : int(lengths.max())], lengths
+
+
+def cis_step(
+    q: Tensor,
+    k: Tensor,
+    state: Mapping[str, Tensor],
+    first: tuple[int, ...],
+    start: tuple[int, ...],
+    sink: int,
+    local: int,
+    critical: tuple[int, ...],
+    best: tuple[int, ...],
+    limit: tuple[int, ...] | None,
+    per_best: int | None,
+    radius: int,
+    block_size: int,
+    frozen: bool,
+    tau: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Do a whole step of CIS (rolling refresh, exact top-k) in one call: gate, growth of the sets, retrieval, dilation.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, H, D]``.
+    k : Tensor
+        ``[B, Hkv, n, D]``.
+    state : mapping
+        Updated in place, all contiguous: ``indices`` int32 ``[B, Hs, W]``, ``lengths`` and ``age`` int32 ``[B, Hs]``
+        (age < 0: no set), ``anchor`` float32 ``[B, H, D]`` (NaN: none).
+    first, start : tuple of int
+        Per row, the first real column and the first column of the middle, which must be larger than `critical`.
+    sink, local, radius, block_size : int
+        Sizes.
+    critical, best, limit : tuple of int
+        Per row, as in `dilate`; `per_best` too.
+    frozen : bool
+        Whether the local window grows with the block (else it slides).
+    tau, scale : float
+        Least cosine of a shared set (exclusive), and the factor on the logits.
+
+    Returns
+    -------
+    retrieved : Tensor
+        bool ``[B, Hs]``.
+    cosine : Tensor
+        float32 ``[B, Hs]``, NaN without an anchor.
+    """
+    indices = state["indices"]
+    b, hs, width = indices.shape
+    query = q.float().contiguous()
+    hkv, n, d = k.shape[1:]
+    retrieved, cosine = torch.empty((b, hs), dtype=torch.bool), torch.empty((b, hs))
+    sizes = (b, hkv, hs, q.shape[1] // hs, d, sink, local, n, max(critical), radius, per_best or 1, width)
+    library().prehoc_cis(
+        _type(k),
+        _pointer(query),
+        ctypes.c_double(scale),
+        ctypes.c_double(tau),
+        _pointer(k),
+        _strides(k),
+        _numbers((*sizes, block_size, int(frozen))),
+        _numbers(first),
+        _numbers(start),
+        _numbers(critical),
+        _numbers(best),
+        None if limit is None else _numbers(limit),
+        *(_pointer(state[name]) for name in ("indices", "lengths", "age", "anchor")),
+        _pointer(retrieved),
+        _pointer(cosine),
+    )
+    return retrieved, cosine

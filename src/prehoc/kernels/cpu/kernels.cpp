@@ -1,6 +1,7 @@
 // The doors of the CPU kernels for Python: raw pointers, no torch headers. Storage is float, bfloat16 or float16; sums are float32.
 // Shapes: q [B, H, D] contiguous float32 (already scaled); k, v [B, Hkv, n, D] with strides in elements and unit stride in D.
 
+#include "cis.h"
 #include "decode.h"
 #include "dilate.h"
 #include "retrieve.h"
@@ -38,5 +39,20 @@ void prehoc_dilate(const int64_t* order, int64_t r, int64_t k, const int64_t* fi
     for (int64_t i = 0; i < r; ++i)
         lengths[i] = dilate(order + i * k, k, first[i], start[i], n, sink, local, radius, best[i], critical[i],
                             limit ? limit[i] : n, per_best, width, lists + i * width);
+}
+
+// one step of CIS: the state tensors are updated in place; limit may be null
+void prehoc_cis(int type, const float* q, double scale, double tau, const void* k, const int64_t* strides,
+                const int64_t* sizes, const int64_t* first, const int64_t* start, const int64_t* critical, const int64_t* best,
+                const int64_t* limit, int32_t* indices, int32_t* lengths, int32_t* age, float* anchor, bool* retrieved,
+                float* cosine) {
+    const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0};
+    CisSizes s;
+    static_assert(sizeof(s) == 14 * sizeof(int64_t));
+    std::memcpy(&s, sizes, sizeof(s));
+    with_type(type, [&](auto t) {
+        cis_step<decltype(t)>(q, float(scale), tau, c, s, first, start, critical, best, limit, {indices, lengths, age, anchor},
+                              retrieved, cosine);
+    });
 }
 }

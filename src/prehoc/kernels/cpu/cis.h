@@ -1,0 +1,85 @@
+// One step of CIS for one layer: gate, growth of the shared sets, and retrieval with dilation where the gate fails.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "dilate.h"
+#include "retrieve.h"
+
+namespace prehoc {
+
+struct CisSizes {
+    int64_t rows, hkv, heads, groups, dim, sink, local, columns, topk, radius;
+    int64_t per_best, width, block_size, frozen;
+};
+
+// the state of the layer: sets [B, Hs, width], their lengths and ages [B, Hs] (age < 0: no set), unit anchors [B, H, D]
+struct CisState {
+    int32_t *indices, *lengths, *age;
+    float* anchor;
+};
+
+// unit vectors of one head's queries, and their least cosine with the anchors; a zero query or no anchor gives NaN
+inline float least_cosine(const float* q, const float* anchor, int64_t groups, int64_t dim, float* unit) {
+    float least = 1.0f;
+    for (int64_t g = 0; g < groups; ++g, q += dim, anchor += dim, unit += dim) {
+        float squares = 0.0f, product = 0.0f;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t d = 0; d < dim; ++d) squares += q[d] * q[d];
+        const float norm = std::sqrt(squares);
+        for (int64_t d = 0; d < dim; ++d) unit[d] = q[d] / norm;
+#pragma omp simd reduction(+ : product)
+        for (int64_t d = 0; d < dim; ++d) product += unit[d] * anchor[d];
+        least = product > least || std::isnan(least) ? least : product;
+    }
+    return least;
+}
+
+// let one head's set follow the newest column: append it, or move the last `local` columns on
+inline void follow(const CisSizes& s, int32_t* list, int32_t& length) {
+    if (!s.frozen) {
+        for (int64_t j = std::max<int64_t>(length - s.local, 0); j < length; ++j) ++list[j];
+        return;
+    }
+    const int32_t last = int32_t(s.width) - 1;  // a set past its block is replaced in this very step, so it may overwrite
+    list[std::min(length, last)] = int32_t(s.columns) - 1;
+    length = std::min(length + 1, last + 1);
+}
+
+template <class T>
+void cis_step(const float* q, float scale, double tau, const Cache& c, const CisSizes& s, const int64_t* first,
+              const int64_t* start, const int64_t* critical, const int64_t* best, const int64_t* limit, const CisState& state,
+              bool* retrieved, float* cosine) {
+    const int64_t pairs = s.rows * s.heads, span = s.groups * s.dim;
+    std::vector<float> unit(pairs * span), scaled(pairs * span);
+#pragma omp parallel for schedule(static) if (pairs * span > 16384)
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+        const float* mine = q + pair * span;
+        for (int64_t d = 0; d < span; ++d) scaled[pair * span + d] = mine[d] * scale;
+        cosine[pair] = least_cosine(mine, state.anchor + pair * span, s.groups, s.dim, &unit[pair * span]);
+        int32_t& age = state.age[pair];
+        age += age >= 0;
+        follow(s, state.indices + pair * s.width, state.lengths[pair]);
+        retrieved[pair] = !(cosine[pair] > tau) || age < 0 || age >= s.block_size;
+    }
+    std::vector<int64_t> chosen;
+    for (int64_t pair = 0; pair < pairs; ++pair)
+        if (retrieved[pair]) chosen.push_back(pair);
+    const int64_t many = int64_t(chosen.size());
+    if (!many) return;
+    std::vector<int64_t> order(many * s.topk);
+    retrieve<T>(scaled.data(), c, chosen.data(), many, s.hkv, s.heads, s.groups, s.dim, first, start, s.sink, s.local,
+                s.columns, s.topk, s.groups > 1, false, order.data());
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t i = 0; i < many; ++i) {
+        const int64_t pair = chosen[i], row = pair / s.heads;
+        state.lengths[pair] =
+            dilate(order.data() + i * s.topk, s.topk, first[row], start[row], s.columns, s.sink, s.local, s.radius, best[row],
+                   critical[row], limit ? limit[row] : s.columns, s.per_best, s.width, state.indices + pair * s.width);
+        state.age[pair] = 0;
+        std::copy_n(&unit[pair * span], span, state.anchor + pair * span);
+    }
+}
+
+}  // namespace prehoc
