@@ -14,7 +14,7 @@ from prehoc.selection import Rows, Selection, State, Step, Window
 
 
 def test_every_method_by_name() -> None:
-    assert set(METHODS) == {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe"}
+    assert set(METHODS) == {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe", "quest"}
     for name, kind in METHODS.items():
         assert parse_method(name) == kind()
         assert dataclasses.is_dataclass(kind) and kind.name == name
@@ -82,7 +82,7 @@ def test_describe_is_read_back(text: str) -> None:
         ("csi", "unknown method 'csi'; did you mean 'cis'"),
         ("", "unknown method ''"),
         ("cis-9", "unknown method 'cis-9'; did you mean 'cis-"),
-        ("quest", r"unknown method 'quest'.*\(known: .*cis.*streaming\)"),
+        ("infllm", r"unknown method 'infllm'.*\(known: .*cis.*streaming\)"),
         ("cis:buget=5", "unknown key 'buget' for method 'cis'; did you mean 'budget'"),
         ("cis:budget", "'budget' is not key=value; write for example budget=1024"),
         ("cis:=5", "'=5' is not key=value"),

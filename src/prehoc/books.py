@@ -90,6 +90,7 @@ class Books:
         pair = (d + v_dim) * size
         visible = sum(n - pad for pad in step.rows.pad)
         t.bytes_dense += visible * hkv * pair
+        t.bytes_scored += decision.summaries
         chosen = decision.selection
         if not isinstance(chosen, Selection):
             keys = visible

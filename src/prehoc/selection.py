@@ -138,6 +138,8 @@ class Decision:
         Hs where `selection` does not say it (None: Hkv).
     copied : bool
         Whether the keys and values of the retrieved heads were copied.
+    summaries : int
+        Bytes of stored summaries that were read to choose: page bounds, label channels, accumulated weights.
     """
 
     selection: Selection | Window | None
@@ -149,6 +151,7 @@ class Decision:
     scores_all: bool = False
     heads: int | None = None
     copied: bool = False
+    summaries: int = 0
 
 
 class State(dict[str, Any]):

@@ -12,10 +12,11 @@ from prehoc.methods.dense import Dense
 from prehoc.methods.etf import ETF
 from prehoc.methods.oracle import Oracle
 from prehoc.methods.psaw import PSAW
+from prehoc.methods.quest import Quest
 from prehoc.methods.streaming import Streaming
 from prehoc.selection import Method
 
-METHODS: dict[str, type[Any]] = {m.name: m for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE)}
+METHODS: dict[str, type[Any]] = {m.name: m for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE, Quest)}
 
 # the paper's own readings: one set per query head, block refresh, a sliding local window, its published schedule
 _PAPER = {"granularity": "query_head", "refresh": "block", "local_window": "sliding", "tau": 0.8, "block_size": 8}
@@ -92,6 +93,7 @@ __all__ = [
     "PSAW",
     "Dense",
     "Oracle",
+    "Quest",
     "Streaming",
     "parse_method",
     "parse_pairs",

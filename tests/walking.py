@@ -1,0 +1,49 @@
+"""Decode steps over random queries and keys, for tests of a selector alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from prehoc.methods import parse_method
+from prehoc.selection import Decision, Rows, Selection, State, Step
+
+
+def steps(
+    pad: tuple[int, ...], prompt: int, count: int, layer: int = 0, dtype: torch.dtype = torch.float32
+) -> Iterator[Step]:
+    """Steps of one layer with 4 query heads and 2 KV heads of 8 channels; row b has ``prompt - pad[b]`` prompt tokens."""
+    random = torch.Generator().manual_seed(100 * layer + count)
+    b = len(pad)
+    k, v = (torch.randn(b, 2, prompt + count, 8, generator=random).to(dtype) for _ in range(2))
+    q = torch.randn(b, 4, 8, generator=random)
+    rows = Rows(pad, tuple(prompt - p for p in pad))
+    for n in range(prompt + 1, prompt + count + 1):
+        q = q + 0.3 * torch.randn(q.shape, generator=random)
+        yield Step(layer, q.to(dtype), k[:, :, :n], v[:, :, :n], 0.4, rows, (0,) * b)
+
+
+def walk(method: str, pad: tuple[int, ...], prompt: int, count: int, layer: int = 0) -> list[tuple[Step, Decision]]:
+    """Decide at every step; the lists are copies of what they were."""
+    selector, state = parse_method(method).plan().selector, State()
+    assert selector is not None
+    out = []
+    for step in steps(pad, prompt, count, layer):
+        decision = selector.decide(step, state)
+        if isinstance(chosen := decision.selection, Selection):
+            kept = dataclasses.replace(chosen, indices=chosen.indices.clone(), lengths=chosen.lengths.clone())
+            decision = dataclasses.replace(decision, selection=kept)
+        out.append((step, decision))
+    return out
+
+
+def read(decision: Decision, row: int, head: int) -> list[int]:
+    """The columns that a head reads, checked to be ascending with nothing but -1 behind them."""
+    assert isinstance(decision.selection, Selection)
+    length = int(decision.selection.lengths[row, head])
+    columns = decision.selection.indices[row, head].tolist()
+    assert columns[length:] == [-1] * (len(columns) - length)
+    assert columns[:length] == sorted(set(columns[:length])) and min(columns[:length]) >= 0
+    return columns[:length]
