@@ -1,0 +1,265 @@
+"""The rows of the attention benchmark: torch's dense attention, FlexAttention, and every method through the engine's own path."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from prehoc import kernels
+from prehoc.books import Books
+from prehoc.kernels.flex import BLOCK, Pattern, decode_flex
+from prehoc.methods import CIS, parse_method
+from prehoc.selection import Decision, Method, State, Step, attend, decide
+
+SDPA = {
+    "cpu": ("flash", "math"),
+    "cuda": ("flash", "efficient", "cudnn", "math"),
+}
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+SIZES = ("budget", "ratio", "critical", "mass")
+
+
+def now(device: torch.device) -> float:
+    """Return the clock once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Row(Protocol):
+    """A way to attend at one decode step of one layer.
+
+    Attributes
+    ----------
+    name : str
+        As the table names it.
+    fixed : bool
+        Whether every step of a layer is the same work, so that a sample of the steps is enough.
+    extra_bytes : int
+        Memory that the row allocates while it runs, beside the cache.
+    """
+
+    name: str
+    fixed: bool
+    extra_bytes: int
+
+    def begin(self) -> None:
+        """Forget every layer's state: a new round starts at the first step."""
+        ...
+
+    def skip(self, step: Step) -> None:
+        """Follow a step that is not timed."""
+        ...
+
+    def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
+        """Return the output ``[B, H, D]``, what was read, and the seconds of each part."""
+        ...
+
+    def book(self, books: Books, step: Step, decision: Decision) -> None:
+        """Enter the step that `run` has just run."""
+        ...
+
+
+class MethodRow:
+    """A method: `prehoc.selection.decide` and `attend`, as the engine calls them.
+
+    Parameters
+    ----------
+    name : str
+        As the user wrote it.
+    method : Method
+        The method.
+    backend : str
+        Kernel backend.
+    device : device
+        Where it runs.
+    """
+
+    extra_bytes = 0
+
+    def __init__(self, name: str, method: Method, backend: str, device: torch.device) -> None:
+        self.name, self.method, self.plan = name, method, method.plan()
+        self.fixed = self.plan.dense
+        self._ops = kernels.get(backend, device)
+        self._states: dict[int, State] = {}
+
+    def begin(self) -> None:
+        """Forget the selection state of every layer."""
+        self._states = {}
+
+    def decide(self, step: Step) -> Decision:
+        """Return what the step reads."""
+        state = self._states.setdefault(step.layer, State()) if self.plan.selector else None
+        return decide(self.plan, step, state)
+
+    def skip(self, step: Step) -> None:
+        """Advance the selection state."""
+        self.decide(step)
+
+    def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
+        """Select and attend."""
+        device = step.q.device
+        begin = now(device)
+        decision = self.decide(step)
+        between = now(device)
+        out = attend(self._ops, step, decision.selection)
+        end = now(device)
+        return out, decision, {"selection": between - begin, "attention": end - between}
+
+    def book(self, books: Books, step: Step, decision: Decision) -> None:
+        """Enter the decision."""
+        books.decision(step, step.v.shape[3], decision)
+
+
+class SdpaRow:
+    """Torch's scaled dot product attention over all keys with one of its kernels, the query heads of a group as its queries.
+
+    Grouping reads every key once, which repeated heads would not: this is SDPA at its best.
+
+    Parameters
+    ----------
+    kernel : str
+        A name in `SDPA`.
+    kv_bytes : int
+        Bytes of one layer's keys and values.
+    dtype : dtype
+        Their dtype.
+    """
+
+    fixed = True
+
+    def __init__(self, kernel: str, kv_bytes: int, dtype: torch.dtype) -> None:
+        self.name = f"sdpa-{kernel}"
+        self._kernel = _KERNELS[kernel]
+        # the math kernel copies what it multiplies, in float32
+        self.extra_bytes = kv_bytes * 4 // dtype.itemsize if kernel == "math" else 0
+
+    def begin(self) -> None:
+        """Nothing is kept."""
+
+    def skip(self, step: Step) -> None:
+        """Nothing follows."""
+
+    def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
+        """Attend to every key."""
+        b, h, d = step.q.shape
+        grouped = step.q.view(b, step.k.shape[1], -1, d)  # [B, Hkv, G, D]
+        with sdpa_kernel([self._kernel]):
+            begin = now(step.q.device)
+            out = F.scaled_dot_product_attention(grouped, step.k, step.v, scale=step.scale)
+            end = now(step.q.device)
+        return out.reshape(b, h, -1), Decision(None), {"attention": end - begin}
+
+    def book(self, books: Books, step: Step, decision: Decision) -> None:
+        """Enter a read of every key."""
+        books.decision(step, step.v.shape[3], decision)
+
+
+class FlexRow:
+    """FlexAttention with the BlockMask of what another row selects; building the mask is timed apart.
+
+    Parameters
+    ----------
+    pattern : MethodRow
+        A row of its own for the selection, which is not timed.
+    columns : int
+        Columns of the buffers.
+    """
+
+    fixed = True
+    extra_bytes = 0
+
+    def __init__(self, pattern: MethodRow, columns: int) -> None:
+        self.name = f"flex ({pattern.name})"
+        self.pattern = pattern
+        self._columns = columns
+        self._mask: Pattern | None = None
+
+    def begin(self) -> None:
+        """Forget the pattern's state."""
+        self.pattern.begin()
+
+    def skip(self, step: Step) -> None:
+        """Advance the pattern's state."""
+        self.pattern.skip(step)
+
+    def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
+        """Build the mask of the pattern and attend with it."""
+        decision = self.pattern.decide(step)
+        b, h, _ = step.q.shape
+        device = step.q.device
+        if self._mask is None:
+            torch._dynamo.reset()  # a cell has its own shapes: one graph each
+            self._mask = Pattern(b, h, self._columns, device)
+        whole = [_whole(x, self._columns) for x in (step.k, step.v)]
+        begin = now(device)
+        mask = self._mask.build(step, decision.selection)
+        between = now(device)
+        out = decode_flex(step.q, whole[0], whole[1], mask, step.scale)
+        end = now(device)
+        return out, decision, {"mask": between - begin, "attention": end - between}
+
+    def book(self, books: Books, step: Step, decision: Decision) -> None:
+        """Enter the blocks that were read: one read of a block serves its group at best."""
+        assert self._mask is not None
+        heads, (b, hkv, n, d) = step.q.shape[1], step.k.shape
+        keys, pair = self._mask.blocks() * BLOCK, (d + step.v.shape[3]) * step.k.element_size()
+        traffic = books.traffic
+        traffic.triples += b * heads
+        traffic.keys_read += keys
+        traffic.keys_visible += n * b * heads
+        traffic.bytes_processed += keys * hkv // heads * pair
+        traffic.bytes_dense += b * hkv * n * pair
+
+
+def _whole(view: Tensor, columns: int) -> Tensor:
+    """Return the buffer ``[B, Hkv, columns, D]`` behind a view of its first columns."""
+    b, heads, _, d = view.shape
+    return view.as_strided((b, heads, columns, d), view.stride())
+
+
+def sized(text: str, length: int) -> Method:
+    """Return the method of a string; one that has a budget and states no size gets an eighth of the length."""
+    method = parse_method(text)
+    stated = [getattr(method, size, None) for size in SIZES]
+    if not hasattr(method, "budget") or any(value is not None for value in stated):
+        return method
+    return parse_method(text, {"budget": length // 8})
+
+
+def make_rows(
+    methods: list[str], length: int, kv_bytes: int, dtype: torch.dtype, backend: str, device: torch.device
+) -> list[Any]:
+    """Return torch's rows, dense, FlexAttention with the pattern of the first CIS, and the methods.
+
+    Parameters
+    ----------
+    methods : list of str
+        Method strings.
+    length : int
+        Columns of the cell.
+    kv_bytes : int
+        Bytes of one layer's keys and values.
+    dtype, backend, device
+        What they run with.
+    """
+
+    def row(text: str) -> MethodRow:
+        return MethodRow(text, sized(text, length), backend, device)
+
+    rows: list[Row] = [SdpaRow(kernel, kv_bytes, dtype) for kernel in SDPA[device.type]]
+    rows.append(row("dense"))
+    shared = next((text for text in methods if isinstance(sized(text, length), CIS)), None)
+    if shared is not None:
+        rows.append(FlexRow(row(shared), length))
+    return rows + [row(text) for text in dict.fromkeys(methods) if text != "dense"]
