@@ -88,7 +88,7 @@ def test_a_model_that_does_not_say_how_many_positions_it_has(
     ("more", "message"),
     [
         (("--context", "60,x"), "--context '60,x' is not a list of numbers"),
-        (("--context", "0"), "--context '0' has a length below 1"),
+        (("--context", "0"), "--context '0' has a number below 1"),
         (("--context", "60,140"), "the text has 150 tokens, but context 140 and 5 rounds of 3 steps need 155"),
         (("--context", "250"), "the model has 256 positions, but context 250 and 5 rounds of 3 steps need 265"),
         (("--methods", "ciss"), "unknown method 'ciss'; did you mean 'cis'"),

@@ -1,0 +1,47 @@
+"""What the benchmarks' commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from prehoc.config import unknown
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of a list such as ``500,8000``, each once.
+
+    Raises
+    ------
+    ValueError
+        For anything else, or a number below 1.
+    """
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r} is not a list of numbers; write for example 500,8000") from None
+    if min(found) < 1:
+        raise ValueError(f"{option} {text!r} has a number below 1")
+    return list(dict.fromkeys(found))
+
+
+def check_dtype(name: str) -> None:
+    """Raise ValueError unless keys and values can have this dtype."""
+    if name not in DTYPES:
+        raise unknown("dtype", name, DTYPES)
+
+
+def default_text() -> Path:
+    """Return a text that is long and on every machine: a module of Python's library."""
+    import argparse
+
+    return Path(argparse.__file__)
+
+
+def console(width: int = 150) -> Console:
+    """Return the console to print tables on; a log file has no width of its own."""
+    found = Console()
+    return found if found.is_terminal else Console(width=width)

@@ -1,0 +1,145 @@
+"""``prehoc bench attention``: the attention operator of a decode step, Table IV of the paper on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from prehoc.cli import _bench, _common
+from prehoc.files import check_writable
+
+METHODS = "streaming oracle cis-8:matched=true cis-16:matched=true cpe-8:matched=true cpe-16:matched=true"
+
+
+def command(
+    shape: Annotated[
+        str, typer.Option(help="llama2-7b, qwen2.5-7b, smollm2, traced (that of --inputs); separated by commas.")
+    ] = "llama2-7b",
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,16",
+    length: Annotated[str, typer.Option(help="Cached tokens, separated by commas.")] = "2048,4096,16384,32768",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, separated by spaces; budget = length / 8 where none is given. Torch's attention, FlexAttention and "
+            "dense are always there."
+        ),
+    ] = METHODS,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(help="random, or a file of prehoc trace --record qkv; repeat it for traces of several lengths."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Consecutive decode steps, which amortise the retrievals.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers to run, evenly spaced over the depth (default: all).")
+    ] = None,
+    refcheck: Annotated[bool, typer.Option("--refcheck", help="Compare every row with the reference first.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="JSON document; its finished cells are kept.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    backend: _common.Backend = None,
+    threads: _common.Threads = None,
+    seed: _common.Seed = 0,
+    as_json: _common.Json = False,
+) -> None:
+    """Time gate, retrieval, dilation and attention of one layer at one decode step, amortised over real blocks.
+
+    Every method runs as the engine runs it, on a cold cache, interleaved with dense attention. Times stand beside the bytes
+    moved, the bandwidth of this machine and the time that these bytes should take.
+    """
+    sizes, batches = _bench.numbers("--length", length), _bench.numbers("--batch", batch)
+    _bench.check_dtype(dtype)
+    if out is not None:
+        check_writable(out)
+    import torch
+
+    from prehoc import kernels, provenance
+    from prehoc.bench import memory, stream, table
+    from prehoc.bench.attention import LEAD, Cell, Setup, bench_cell
+    from prehoc.bench.inputs import open_inputs
+    from prehoc.bench.refcheck import RefcheckError
+    from prehoc.bench.rows import sized
+    from prehoc.config import check_choice, default_backend
+    from prehoc.eval.prefill_search import write_document
+
+    check_choice("device", device, ("cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' is not available to torch here; use cpu")
+    place = torch.device(device)
+    kind: torch.dtype = getattr(torch, dtype)
+    _common.setup(threads, seed)
+    resolved = kernels.resolve(default_backend() if backend is None else backend, place, kind)
+    source = open_inputs(inputs or ["random"], seed)
+    setup = Setup(tuple(methods.split()), kind, resolved, steps, rounds, layers, refcheck, place)
+    cells = [Cell(source.shape(name), b, n) for name in shape.split(",") for b in batches for n in sizes]
+    for cell in cells:
+        source.check(cell.length, steps + LEAD)
+        if cell.length <= steps + LEAD:
+            raise ValueError(
+                f"length {cell.length} leaves no prompt before {steps + LEAD} steps; give more, or fewer steps"
+            )
+        for method in ("dense", *setup.methods):
+            sized(method, cell.length)
+    facts = {
+        "benchmark": "attention",
+        "settings": {
+            "inputs": source.describe(),
+            "methods": list(setup.methods),
+            "steps": steps,
+            "rounds": rounds,
+            "layers": layers,
+            "refcheck": refcheck,
+            "device": device,
+            "dtype": dtype,
+            "backend": resolved,
+        },
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+    }
+    finished = table.resume(out, facts)
+    document: dict[str, Any] = {**facts, "command": provenance.command(), "stream_bytes_per_second": 0.0, "invalid": []}
+
+    def measure_stream() -> None:
+        """Measure the yardstick again: the best of the run counts."""
+        found = stream.stream_bandwidth() if device == "cpu" else memory.device_bandwidth(place)
+        document["stream_bytes_per_second"] = max(document["stream_bytes_per_second"], found)
+
+    def settle() -> None:
+        """Derive everything from the best bandwidth so far, and write."""
+        best = document["stream_bytes_per_second"]
+        document["invalid"] = [line for cell in document["cells"] for line in table.derive(cell, best, device)]
+        if out is not None:
+            write_document(out, document)
+
+    document["cells"] = finished
+    if finished:
+        document["stream_bytes_per_second"] = max(cell["stream_bytes_per_second"] for cell in finished)
+        _common.log(f"{len(finished)} finished cells of {out} are kept")
+    with _common.progress() as report:
+        report("memory bandwidth", 0, 0)
+        measure_stream()
+        for cell in cells:
+            if any(table.same_cell(one, cell.shape.name, cell.batch, cell.length) for one in finished):
+                continue
+            try:
+                found = bench_cell(cell, source, setup, report)
+            except RefcheckError as error:
+                _common.log(f"refcheck failed, nothing of this cell was measured: {error}")
+                raise typer.Exit(1) from None
+            measure_stream()
+            found["stream_bytes_per_second"] = document["stream_bytes_per_second"]
+            document["cells"] = [*document["cells"], found]
+            settle()
+        settle()
+    if as_json:
+        _common.emit_json(document)
+    else:
+        for one in document["cells"]:
+            _bench.console(170).print(table.draw(one, document["stream_bytes_per_second"]))
+    if document["invalid"]:
+        _common.log("THIS RUN IS INVALID: nothing reads memory faster than memory")
+        for line in document["invalid"]:
+            _common.log(f"  {line}")
+        raise typer.Exit(1)
