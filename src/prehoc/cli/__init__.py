@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "Dense and CPE side by side: a real model, a long text.",
     "generate": "Answer a question about a text and report what was read.",
     "trace": "Record what a method reads and misses on a real text.",
+    "eval": "Evaluate methods on tasks, dense beside every row.",
     "bench": "Measure speed, dense beside every row.",
     "tune": "Choose settings by measurement.",
     "env": "Show versions, processor, compiler and folders.",
