@@ -47,6 +47,12 @@ METHODS: dict[str, tuple[str, str]] = {
     "etf-share": ("etf:psi=0.4,start_layer=1,kv=share", "etf:psi=1,start_layer=1,kv=share"),
     "cpe": (f"cpe:{CIS},{DEPTH}", f"cpe:{COVER_CIS},{OPEN}"),
     "cpe-paper": (f"paper:{CIS},phi=0.4", f"paper:{COVER_CIS},{OPEN}"),
+    "random-expansion": (f"random_expansion:{CIS}", f"random_expansion:{COVER_CIS}"),
+    "random-expansion-block": (
+        f"random_expansion:{CIS},refresh=block,granularity=query_head",
+        f"random_expansion:{COVER_CIS},refresh=block",
+    ),
+    "oracle-topp": ("oracle_topp:mass=0.5,local=6", "oracle_topp:local=90"),
     "quest": (f"quest:{SMALL},page_size=2,dense_layers=1", f"quest:{COVER},page_size=2,dense_layers=1"),
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}

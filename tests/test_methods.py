@@ -14,7 +14,7 @@ from prehoc.selection import Rows, Selection, State, Step, Window
 
 
 def test_every_method_by_name() -> None:
-    assert set(METHODS) == {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe", "quest"}
+    assert set(METHODS) == {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe", "quest", "random_expansion"}
     for name, kind in METHODS.items():
         assert parse_method(name) == kind()
         assert dataclasses.is_dataclass(kind) and kind.name == name

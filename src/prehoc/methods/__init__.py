@@ -13,10 +13,13 @@ from prehoc.methods.etf import ETF
 from prehoc.methods.oracle import Oracle
 from prehoc.methods.psaw import PSAW
 from prehoc.methods.quest import Quest
+from prehoc.methods.random_expansion import RandomExpansion
 from prehoc.methods.streaming import Streaming
 from prehoc.selection import Method
 
-METHODS: dict[str, type[Any]] = {m.name: m for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE, Quest)}
+METHODS: dict[str, type[Any]] = {
+    m.name: m for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE, Quest, RandomExpansion)
+}
 
 # the paper's own readings: one set per query head, block refresh, a sliding local window, its published schedule
 _PAPER = {"granularity": "query_head", "refresh": "block", "local_window": "sliding", "tau": 0.8, "block_size": 8}
@@ -27,6 +30,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "cis-star": ("cis", {"matched": True}),
     "cpe-8": ("cpe", {"block_size": 8}),
     "cpe-16": ("cpe", {"block_size": 16}),
+    "direct_reuse": ("cis", {"dilate": 0, "radius": 0}),
+    "oracle_topp": ("oracle", {"mass": 0.95, "sink": 0, "local": 1, "granularity": "query_head"}),
     "paper": (
         "cpe",
         {**_PAPER, "phi": 0.7, "alpha": 1.5, "psi": 0.5, "gamma": 1.0, "start_layer": 0.5},
@@ -94,6 +99,7 @@ __all__ = [
     "Dense",
     "Oracle",
     "Quest",
+    "RandomExpansion",
     "Streaming",
     "parse_method",
     "parse_pairs",
