@@ -102,7 +102,7 @@ def command(
     from prehoc.eval.prefill_search import write_document
     from prehoc.eval.prompts import Encoder
     from prehoc.eval.results import Results
-    from prehoc.eval.runner import How, TaskRun
+    from prehoc.eval.runner import How, TaskRun, encode_samples
     from prehoc.eval.summary import summarise
     from prehoc.eval.tasks import Context
     from prehoc.integrations.transformers import describe
@@ -119,12 +119,16 @@ def command(
         context = Context(Source(folder), encoder, limit, length, seed)
         report("reading the data", 0, 0)
         ready = _load(wanted, context, strict)
+        items = [encode_samples(encoder, task, loaded, decode_question) for task, loaded in ready]
         net, _ = models.load(model, dtype=dtype, progress=report)
         for method in chosen:  # what does not fit this model is found before the first answer
             prehoc.attach(net, method, backend=backend, audit=audit).detach()
         how = How(_ends(net, reader.tokenizer), decode_question, batch, seed)
         engine = Engine(net, backend, audit)
-        runs = [TaskRun(engine, encoder, task, loaded, chosen, how) for task, loaded in ready]
+        runs = [
+            TaskRun(engine, reader.tokenizer, task, some, chosen, how)
+            for (task, _), some in zip(ready, items, strict=True)
+        ]
         identity = {
             "model": provenance.hide_folders(model),
             "dtype": str(net.dtype).removeprefix("torch."),

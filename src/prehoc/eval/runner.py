@@ -39,7 +39,21 @@ class How:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Item:
+class Item:
+    """A sample with its prompt.
+
+    Parameters
+    ----------
+    number : int
+        Its place in the run.
+    sample : Sample
+        The sample.
+    prompt : Prompt
+        Its tokens.
+    digest : str
+        Identifies prompt and references: a line of other data is not taken for finished.
+    """
+
     number: int
     sample: Sample
     prompt: Prompt
@@ -51,44 +65,56 @@ class _Item:
         return self.prompt.ids[:at], self.prompt.ids[at:]
 
 
-class TaskRun:
-    """The samples of one task, encoded and ready to run.
-
-    Parameters
-    ----------
-    engine : Engine
-        The model.
-    encoder : Encoder
-        Makes the prompts.
-    task : Task
-        The task.
-    loaded : Loaded
-        Its samples.
-    methods : sequence of Method
-        Dense first.
-    how : How
-        How to run them.
+def encode_samples(encoder: Encoder, task: Task, loaded: Loaded, decode_question: bool) -> list[Item]:
+    """Return the samples of a task with their prompts; needs no model.
 
     Raises
     ------
     ValueError
         When a prompt does not fit, or has no document that could be prefilled before its question.
     """
+    items = []
+    for number, sample in enumerate(loaded.samples):
+        prompt = encoder.encode(sample, chat=task.chat, new_tokens=task.new_tokens)
+        if prompt.cut and not task.cuttable:
+            raise ValueError(
+                f"{task.name}, sample {sample.id}: {prompt.cut} tokens too many for the {encoder.most} that are allowed, and "
+                "without its middle it cannot be answered; take a model with more positions, or leave the task out"
+            )
+        if decode_question and not sample.ids and not 0 < prompt.document < len(prompt.ids):
+            raise ValueError(
+                f"{task.name}, sample {sample.id}: it has no document before its question, so that --decode-question "
+                "cannot part them; leave the option or the task out"
+            )
+        digest = hashlib.sha256(f"{prompt.digest}{sample.answers}".encode()).hexdigest()[:16]
+        items.append(Item(number, sample, prompt, digest))
+    return items
+
+
+class TaskRun:
+    """The samples of one task, ready to run.
+
+    Parameters
+    ----------
+    engine : Engine
+        The model.
+    tokenizer : PreTrainedTokenizerBase
+        Its tokenizer.
+    task : Task
+        The task.
+    items : sequence of Item
+        Its samples.
+    methods : sequence of Method
+        Dense first.
+    how : How
+        How to run them.
+    """
 
     def __init__(
-        self, engine: Engine, encoder: Encoder, task: Task, loaded: Loaded, methods: Sequence[Method], how: How
+        self, engine: Engine, tokenizer: Any, task: Task, items: Sequence[Item], methods: Sequence[Method], how: How
     ) -> None:
-        self.engine, self.encoder, self.task, self.methods, self.how = engine, encoder, task, list(methods), how
-        self.items = []
-        for number, sample in enumerate(loaded.samples):
-            prompt = encoder.encode(sample, chat=task.chat, new_tokens=task.new_tokens)
-            if how.decode_question and not sample.ids and not 0 < prompt.document < len(prompt.ids):
-                raise ValueError(
-                    f"{task.name}, sample {sample.id}: it has no document before its question, so that --decode-question "
-                    "cannot part them; leave the option or the task out"
-                )
-            digest = hashlib.sha256(f"{prompt.digest}{sample.answers}".encode()).hexdigest()[:16]
-            self.items.append(_Item(number, sample, prompt, digest))
+        self.engine, self.tokenizer, self.task, self.how = engine, tokenizer, task, how
+        self.items, self.methods = list(items), list(methods)
 
     @property
     def keys(self) -> set[tuple[str, str]]:
@@ -100,7 +126,7 @@ class TaskRun:
         names = [describe(method) for method in self.methods]
         lines = [line for line in results.read(self.task.name) if (line["sample"], line["digest"]) in self.keys]
         done = {(line["sample"], line["digest"], line["method"]) for line in lines}
-        pending: dict[tuple[int, ...], list[_Item]] = {}
+        pending: dict[tuple[int, ...], list[Item]] = {}
         for item in self.items:
             lacking = [i for i, name in enumerate(names) if (item.sample.id, item.digest, name) not in done]
             if lacking:
@@ -117,7 +143,7 @@ class TaskRun:
                     progress(self.task.name, count, total)
         return [line for line in lines if line["method"] in names]
 
-    def _batch(self, items: list[_Item], methods: Sequence[Method]) -> Iterable[list[Line]]:
+    def _batch(self, items: list[Item], methods: Sequence[Method]) -> Iterable[list[Line]]:
         """Yield the lines of a batch, method by method; dense goes first, as the reference of the others."""
         dense = self.methods[0]
         groups: dict[Any, list[Method]] = {}
@@ -156,11 +182,11 @@ class TaskRun:
         return None
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.encoder.tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _line(
         self,
-        items: Sequence[_Item],
+        items: Sequence[Item],
         i: int,
         method: Method,
         prompt: Prefilled,

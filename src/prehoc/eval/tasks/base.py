@@ -223,6 +223,8 @@ class Task(abc.ABC):
         Texts that end an answer (leading newlines do not count).
     chat : bool
         Whether the prompt is a user turn of the chat template.
+    cuttable : bool
+        Whether a document that is too long may lose its middle.
     """
 
     name: str
@@ -230,6 +232,7 @@ class Task(abc.ABC):
     new_tokens: int
     stop: tuple[str, ...] = ()
     chat: bool = False
+    cuttable: bool = dataclasses.field(default=True, kw_only=True)
 
     @abc.abstractmethod
     def load(self, context: Context) -> Loaded:

@@ -69,4 +69,5 @@ def _turns(row: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...
     return questions, list(zip(*columns, strict=True))
 
 
-TASKS: tuple[Task, ...] = (CoQA("coqa", (Metric("f1", plausible=(1.0, 100.0)), Metric("em")), 64, stop=("\nQ:",)),)
+_METRICS = (Metric("f1", plausible=(1.0, 100.0)), Metric("em"))
+TASKS: tuple[Task, ...] = (CoQA("coqa", _METRICS, 64, stop=("\nQ:",), cuttable=False),)

@@ -57,6 +57,6 @@ class GSM8K(Task):
 
 _METRICS = (Metric("flexible"), Metric("strict"))
 TASKS: tuple[Task, ...] = (
-    GSM8K("gsm8k", _METRICS, 256, stop=("\n\n", "Question:")),
-    GSM8K("gsm8k_chat", _METRICS, 512, chat=True, shots=0),
+    GSM8K("gsm8k", _METRICS, 256, stop=("\n\n", "Question:"), cuttable=False),
+    GSM8K("gsm8k_chat", _METRICS, 512, chat=True, shots=0, cuttable=False),
 )
