@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHAT = (
     "{% for m in messages %}{{ '<user> ' + m['content'] | trim + ' <end>' }}{% endfor %}"
@@ -34,3 +35,25 @@ def tokenizer(chat: bool = False, folder: Path | None = None) -> Any:
     if folder is not None:
         out.save_pretrained(folder)
     return out
+
+
+def save_model(folder: Path, *, chat: bool = False, positions: int = 4096) -> Path:
+    """Write a random model of two layers, with that tokenizer, and return its folder."""
+    words = tokenizer(chat, folder)
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        eos_token_id=words.eos_token_id,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(shape)
+    for weights in model.parameters():
+        weights.data *= 3  # a random model of usual scale answers with one token for ever
+    model.save_pretrained(folder)
+    return folder
