@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,7 @@ def bench_cell(
     inputs: Inputs,
     setup: Setup,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    rows: Sequence[Row] | None = None,
 ) -> dict[str, Any]:
     """Measure one cell.
 
@@ -143,11 +144,13 @@ def bench_cell(
         How.
     progress : callable
         Called with (stage, done, total).
+    rows : sequence of Row, optional
+        What to measure in place of the setup's methods and what stands beside them.
 
     Returns
     -------
     dict
-        Ready for JSON.
+        Ready for JSON: facts of the cell and its rows, or why it was skipped.
 
     Raises
     ------
@@ -159,7 +162,8 @@ def bench_cell(
     if (why := misfit(cell, setup)) is not None:
         return facts | {"skipped": why}
     kv_bytes = cell.shape.kv_bytes(cell.batch, cell.length, setup.dtype)
-    rows = make_rows(list(setup.methods), cell.length, kv_bytes, setup.dtype, setup.backend, setup.device)
+    if rows is None:
+        rows = make_rows(list(setup.methods), cell.length, kv_bytes, setup.dtype, setup.backend, setup.device)
     measured = [Measured(row) for row in rows]
     with torch.inference_mode():
         held = Held.of(cell, setup, len(layers))

@@ -103,7 +103,9 @@ class RandomInputs:
         return SHAPES[name]
 
     def check(self, length: int, steps: int) -> None:
-        """Any length will do."""
+        """Raise ValueError unless keys are left before the steps."""
+        if length <= steps:
+            raise ValueError(f"length {length} leaves no prompt before {steps} steps; give more, or fewer steps")
 
     def layer(self, shape: Shape, number: int, length: int, steps: int) -> LayerInputs:
         """Draw a layer."""
