@@ -106,7 +106,7 @@ def sweep_section() -> str:
     path = ROOT / "benchmarks" / "tune_cis_smollm2.json"
     if not path.exists():
         return ""
-    from prehoc.eval.cis_sweep import table
+    from prehoc.eval.cis_sweep import bytes_at_equal_mass, table
 
     document = json.loads(path.read_text())
     intro = (
@@ -115,7 +115,18 @@ def sweep_section() -> str:
         f" changes one thing from the defaults ([data and command](../../benchmarks/{path.name})).\n"
     )
     tables = [f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"]]
-    return intro + "".join(tables)
+    gates = {"no gate": "s=8, no gate", "0.4": "tau=0.4", "0.5": "defaults"}
+    gates |= {tau: f"tau={tau}" for tau in ("0.6", "0.7", "0.8", "0.9")}
+    lines = [
+        "\nBytes of dense attention at equal mass: for each gate the budget is chosen so that it retains what tau 0.8 retains at"
+        f" {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured budgets).\n",
+        "| retained mass | " + " | ".join(f"tau {gate}" if gate[0] == "0" else gate for gate in gates) + " |",
+        "|---" * (len(gates) + 1) + "|",
+    ]
+    for mass, shares in bytes_at_equal_mass(document["rows"], list(gates.values()), "tau=0.8")[:-1]:
+        cells = [f"{mass:.4f}", *("-" if share is None else f"{share:.1%}" for share in shares.values())]
+        lines.append("| " + " | ".join(cells) + " |")
+    return intro + "\n".join(lines) + "\n" + "".join(tables)
 
 
 def draw(demo: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def test_publishes_every_setting_beside_dense(
     out = tmp_path / "sweep.json"
     assert call(monkeypatch, folder, out, "--plot", str(tmp_path / "sweep.png")) == 0
     shown = capsys.readouterr().out
-    assert "budget 64" in shown and "| dense | - |" in shown and "| s=16, tau=0.6 |" in shown
+    assert "budget 64" in shown and "| dense | - |" in shown and "| s=16, tau=0.8 |" in shown
     document = json.loads(out.read_text())
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
     assert {file.name for file in tmp_path.iterdir()} == {"sweep.json", "sweep.png"}
@@ -54,6 +54,18 @@ def test_publishes_every_setting_beside_dense(
     assert base["beta"]["low"] <= base["beta"]["mean"] <= base["beta"]["high"]
     assert rows[64, "matched"]["keys"]["mean"] <= 64 < base["keys"]["mean"]
     assert str(folder) not in json.dumps(document["texts"]) and document["texts"][0]["sha256"]
+
+
+def test_only_what_varies_the_asked_keys(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "few.json"
+    assert call(monkeypatch, folder, out, "--vary", "radius") == 0
+    labels = [row["label"] for row in json.loads(out.read_text())["rows"] if row["budget"] in (64, None)]
+    assert labels == ["dense", "oracle", "streaming", "defaults", "r=2"]
+    capsys.readouterr()
+    assert call(monkeypatch, folder, tmp_path / "none.json", "--vary", "radios") == 2
+    assert "did you mean 'radius'" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_goes_on_where_it_was(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,18 +77,18 @@ def settings(budgets: Sequence[int], vary: Sequence[str] = ()) -> list[Setting]:
         ]
         changes: list[tuple[str, str, dict[str, Any]]] = [
             *((f"s={s}", "block_size", {"block_size": s}) for s in (2, 4, 16, 32)),
-            *((f"tau={tau}", "tau", {"tau": tau}) for tau in (0.5, 0.6, 0.7, 0.9)),
+            *((f"tau={tau}", "tau", {"tau": tau}) for tau in (0.4, 0.6, 0.7, 0.8, 0.9)),
             *((f"s={s}, no gate", "no gate", {"block_size": s, "tau": -1.0}) for s in (2, 4, 8)),
             ("m=0", "dilate", {"dilate": 0}),
             ("m=k/6", "dilate", {"dilate": critical // 6}),
             ("m=k", "dilate", {"dilate": critical}),
             ("r=2", "radius", {"radius": 2}),
             ("query_head", "granularity", {"granularity": "query_head"}),
+            ("query_head, tau=0.8", "granularity", {"granularity": "query_head", "tau": 0.8}),
             ("block refresh", "refresh", {"refresh": "block"}),
             ("sliding local", "local_window", {"local_window": "sliding"}),
             ("matched", "matched", {"matched": True}),
-            *((f"s={s}, tau=0.6", "s and tau", {"block_size": s, "tau": 0.6}) for s in (4, 16)),
-            *((f"tau={tau}, m=k", "gate", {"tau": tau, "dilate": critical}) for tau in (0.5, 0.6, 0.7)),
+            *((f"s={s}, tau=0.8", "s and tau", {"block_size": s, "tau": 0.8}) for s in (4, 16)),
         ]
         rows += [
             Setting(label, varies, budget, dataclasses.replace(base, **change)) for label, varies, change in changes
@@ -250,3 +250,42 @@ def table(rows: Sequence[Mapping[str, Any]], budget: int | None) -> str:
 def _cell(value: Mapping[str, float | None], digits: int) -> str:
     mean = value["mean"]
     return "-" if mean is None else f"{mean:.{digits}f}"
+
+
+def bytes_at_equal_mass(
+    rows: Sequence[Mapping[str, Any]], labels: Sequence[str], reference: str
+) -> list[tuple[float, dict[str, float | None]]]:
+    """Return what each setting reads, as a share of dense, when its budget is chosen to retain what `reference` retains.
+
+    Between two measured budgets the bytes are interpolated linearly in the retained mass; as the mass grows ever more slowly
+    with the budget, that overstates the bytes. None where the mass lies outside the measured budgets.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Rows of one sweep over several budgets.
+    labels : sequence of str
+        Settings to compare.
+    reference : str
+        The setting whose mass at each budget is to be met.
+
+    Returns
+    -------
+    list of (float, dict)
+        For each budget of `reference`, in order: the retained mass, and label to share of the bytes of dense attention.
+    """
+    curves = {
+        label: sorted(
+            (row["retained"]["mean"], row["bytes_share"]) for row in rows if row["label"] == label and row["budget"]
+        )
+        for label in (*labels, reference)
+    }
+    out = []
+    for mass, _ in curves[reference]:
+        found: dict[str, float | None] = {}
+        for label in labels:
+            masses, shares = zip(*curves[label], strict=True)
+            inside = masses[0] <= mass <= masses[-1]
+            found[label] = float(np.interp(mass, masses, shares)) if inside else None
+        out.append((mass, found))
+    return out

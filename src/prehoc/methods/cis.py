@@ -63,7 +63,7 @@ class CIS:
     sink: int = DEFAULT_SINK
     local: int = DEFAULT_LOCAL
     block_size: int = 8
-    tau: float = 0.8
+    tau: float = 0.5
     dilate: int | None = None
     radius: int = 1
     refresh: Literal["rolling", "block"] = "rolling"
