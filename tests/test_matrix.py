@@ -47,6 +47,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "etf-share": ("etf:psi=0.4,start_layer=1,kv=share", "etf:psi=1,start_layer=1,kv=share"),
     "cpe": (f"cpe:{CIS},{DEPTH}", f"cpe:{COVER_CIS},{OPEN}"),
     "cpe-paper": (f"paper:{CIS},phi=0.4", f"paper:{COVER_CIS},{OPEN}"),
+    "double-sparsity": (f"double_sparsity:{SMALL},channels=3", f"double_sparsity:{COVER}"),
     "random-expansion": (f"random_expansion:{CIS}", f"random_expansion:{COVER_CIS}"),
     "random-expansion-block": (
         f"random_expansion:{CIS},refresh=block,granularity=query_head",

@@ -14,7 +14,8 @@ from prehoc.selection import Rows, Selection, State, Step, Window
 
 
 def test_every_method_by_name() -> None:
-    assert set(METHODS) == {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe", "quest", "random_expansion"}
+    assert set(METHODS) == {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe", "quest", "double_sparsity",
+                            "random_expansion"}  # fmt: skip
     for name, kind in METHODS.items():
         assert parse_method(name) == kind()
         assert dataclasses.is_dataclass(kind) and kind.name == name
@@ -22,7 +23,7 @@ def test_every_method_by_name() -> None:
 
 def test_defaults_are_the_designs() -> None:
     cis = CIS()
-    assert (cis.sink, cis.local, cis.block_size, cis.tau, cis.radius) == (8, 32, 8, 0.8, 1)
+    assert (cis.sink, cis.local, cis.block_size, cis.tau, cis.radius) == (8, 32, 8, 0.5, 1)
     assert (cis.refresh, cis.local_window, cis.granularity, cis.matched, cis.dilate) == (
         "rolling",
         "frozen",

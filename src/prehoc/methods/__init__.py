@@ -9,6 +9,7 @@ from prehoc.config import from_dict, unknown
 from prehoc.methods.cis import CIS
 from prehoc.methods.cpe import CPE
 from prehoc.methods.dense import Dense
+from prehoc.methods.double_sparsity import DoubleSparsity
 from prehoc.methods.etf import ETF
 from prehoc.methods.oracle import Oracle
 from prehoc.methods.psaw import PSAW
@@ -18,7 +19,7 @@ from prehoc.methods.streaming import Streaming
 from prehoc.selection import Method
 
 METHODS: dict[str, type[Any]] = {
-    m.name: m for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE, Quest, RandomExpansion)
+    m.name: m for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE, Quest, DoubleSparsity, RandomExpansion)
 }
 
 # the paper's own readings: one set per query head, block refresh, a sliding local window, its published schedule
@@ -97,6 +98,7 @@ __all__ = [
     "PRESETS",
     "PSAW",
     "Dense",
+    "DoubleSparsity",
     "Oracle",
     "Quest",
     "RandomExpansion",

@@ -127,11 +127,11 @@ class Quest:
             b, hkv, _, d = step.k.shape
             state["low"], state["high"] = (step.k.new_zeros((b, hkv, most + SPARE, d)) for _ in range(2))
             alike = len(set(step.rows.pad)) == 1
-            rows = [slice(0, b)] if alike else [slice(i, i + 1) for i in range(b)]
-            for row, pad in zip(rows, step.rows.pad, strict=False):
-                least, largest = _bounds(step.k[row, :, pad:], self.page_size)
-                state["low"][row, :, : least.shape[2]] = least
-                state["high"][row, :, : least.shape[2]] = largest
+            parts = [slice(0, b)] if alike else [slice(i, i + 1) for i in range(b)]
+            for part, pad in zip(parts, step.rows.pad, strict=False):
+                least, largest = _bounds(step.k[part, :, pad:], self.page_size)
+                state["low"][part, :, : least.shape[2]] = least
+                state["high"][part, :, : least.shape[2]] = largest
             return
         if most > state["low"].shape[2]:
             state["low"], state["high"] = (F.pad(state[x], (0, 0, 0, SPARE)) for x in ("low", "high"))
