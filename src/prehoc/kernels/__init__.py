@@ -12,7 +12,7 @@ import torch
 from prehoc.config import unknown
 from prehoc.kernels import prefill, reference
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of keys and values; the torch kernels take any
 
 
@@ -27,21 +27,24 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype = torch.float32)
     if name not in BACKENDS:
         raise unknown("backend", name, BACKENDS)
     if name == "auto":
-        if device.type != "cpu":
+        if device.type not in ("cpu", "cuda"):
             return "reference"
         if dtype not in NATIVE_DTYPES:
             _warn(dtype)
             return "reference"
+        if device.type == "cuda":
+            return "triton" if _triton_or_warning(device) else "reference"
         return "cpu" if _cpu_or_warning() else "reference"
-    if name == "cpu":
-        if device.type != "cpu":
-            raise ValueError(f"backend 'cpu' cannot run on {device}; use auto or reference")
-        if dtype not in NATIVE_DTYPES:
-            raise ValueError(
-                f"backend 'cpu' cannot run with {dtype}; use auto or reference, or load the model in float32"
-            )
-        if (reason := _cpu_fails()) is not None:
-            raise ValueError(f"backend 'cpu' cannot run here: {reason}; or use backend 'reference', which is slower")
+    if name == "reference":
+        return name
+    if name == "cpu" and device.type != "cpu":
+        raise ValueError(f"backend 'cpu' cannot run on {device}; use auto or reference")
+    if dtype not in NATIVE_DTYPES:
+        raise ValueError(
+            f"backend {name!r} cannot run with {dtype}; use auto or reference, or load the model in float32"
+        )
+    if (reason := _cpu_fails() if name == "cpu" else _triton_fails(device)) is not None:
+        raise ValueError(f"backend {name!r} cannot run here: {reason}; or use backend 'reference', which is slower")
     return name
 
 
@@ -71,6 +74,33 @@ def _cpu_fails() -> str | None:
 @functools.cache
 def _cpu_or_warning() -> bool:
     reason = _cpu_fails()
+    if reason is not None:
+        warnings.warn(f"prehoc uses its slow torch kernels: {reason}", RuntimeWarning, stacklevel=2)
+    return reason is None
+
+
+@functools.cache
+def _triton_fails(device: torch.device) -> str | None:
+    """Return why Triton's kernels cannot run on `device`, None when they can."""
+    try:
+        launch = importlib.import_module("prehoc.kernels.triton.launch")
+    except ImportError as error:
+        return f"{error}; install triton, the version that your torch names"
+    if launch.INTERPRETED:
+        return None
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device} (TRITON_INTERPRET=1 runs it there, very slowly, to test it)"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device; install a torch with CUDA, and a driver"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"{device} has compute capability {major}.{minor}; it needs 8.0 (Ampere) or later"
+    return None
+
+
+@functools.cache
+def _triton_or_warning(device: torch.device) -> bool:
+    reason = _triton_fails(device)
     if reason is not None:
         warnings.warn(f"prehoc uses its slow torch kernels: {reason}", RuntimeWarning, stacklevel=2)
     return reason is None

@@ -1,0 +1,145 @@
+"""Dilation on the device: one program a head marks its columns, lowers k until they fit, and packs them in order."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Untuned: chosen by arithmetic, never timed on a GPU.
+KEYS, WARPS = 1024, 8
+_FAR: int = torch.iinfo(torch.int32).max  # later than any number of critical keys
+
+
+@triton.jit
+def _number(x, r):
+    """Return the number of row r, from a column of them or the one that serves all rows."""
+    if x.dtype.is_ptr():
+        return tl.load(x + r).to(tl.int32)
+    else:
+        return x
+
+
+@triton.jit(do_not_specialize=["first", "start", "best", "critical", "limit", "k", "columns", "sink", "local", "width"])
+def _dilate(
+    order,  # int64 [R, k]
+    first,  # each int64 [R] or one number, up to `limit`
+    start,
+    best,
+    critical,
+    limit,
+    entry,  # int32 [R, pitch], filled with _FAR: the number of critical keys from which on a column belongs
+    arrivals,  # int32 [R, k + 1], zeros: columns that each number brings in, when LIMITED
+    lists,  # int32 [R, width]
+    lengths,  # int32 [R]
+    k,
+    columns,
+    sink,
+    local,
+    radius,
+    width,
+    pitch,
+    PER_BEST: tl.constexpr,
+    LIMITED: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Build one head's list. What is read back after a barrier comes from the L2 cache, where atomics leave it."""
+    r = tl.program_id(0).to(tl.int64)
+    lead = _number(first, r)
+    begin = _number(start, r)
+    many = _number(best, r)
+    allowed = _number(critical, r)
+    end = columns - local
+    entry += r * pitch
+    tile = tl.arange(0, N)
+    for at in range(0, k, N):
+        rank = at + tile + 1
+        column = tl.load(order + r * k + at + tile, mask=rank <= k, other=-1).to(tl.int32)
+        real = column >= 0
+        tl.atomic_min(entry + column, rank, mask=real, sem="relaxed")
+        source = real & (rank <= many)
+        for offset in range(1, radius + 1):
+            tl.atomic_min(
+                entry + column - offset, rank * PER_BEST, mask=source & (column - offset >= begin), sem="relaxed"
+            )
+            tl.atomic_min(
+                entry + column + offset, rank * PER_BEST, mask=source & (column + offset < end), sem="relaxed"
+            )
+    tl.debug_barrier()
+    if LIMITED:
+        arrivals += r * (k + 1)
+        seen = tl.full([], 0, tl.int32)
+        for at in range(0, columns, N):
+            j = at + tile
+            always = ((j >= lead) & (j < lead + sink)) | (j >= end)
+            arrival = tl.load(entry + j, mask=j < pitch, other=2147483647, cache_modifier=".cg")
+            tl.atomic_add(arrivals + arrival, 1, mask=(j < columns) & (arrival <= k) & ~always, sem="relaxed")
+            seen += tl.sum((always & (j < columns)).to(tl.int32), 0)
+        tl.debug_barrier()
+        most = _number(limit, r)
+        fits = tl.full([], 0, tl.int32)
+        for at in range(1, k + 1, N):
+            some = tl.load(arrivals + at + tile, mask=at + tile <= k, other=0, cache_modifier=".cg")
+            fits += tl.sum(((seen + tl.cumsum(some, 0) <= most) & (at + tile <= k)).to(tl.int32), 0)
+            seen += tl.sum(some, 0)
+        allowed = tl.minimum(allowed, fits)
+    taken = tl.full([], 0, tl.int32)
+    lists += r * width
+    for at in range(0, columns, N):
+        j = at + tile
+        always = ((j >= lead) & (j < lead + sink)) | (j >= end)
+        arrival = tl.load(entry + j, mask=j < pitch, other=2147483647, cache_modifier=".cg")
+        keep = ((j < columns) & (always | (arrival <= allowed))).to(tl.int32)
+        slot = taken + tl.cumsum(keep, 0) - 1
+        tl.store(lists + slot, j, mask=keep == 1)
+        taken += tl.sum(keep, 0)
+    for at in range(taken, width, N):
+        tl.store(lists + at + tile, -1, mask=at + tile < width)
+    tl.store(lengths + r, taken)
+
+
+def dilate(
+    order: Tensor,
+    first: Tensor | int,
+    start: Tensor | int,
+    columns: int,
+    sink: int,
+    local: int,
+    radius: int,
+    best: Tensor | int,
+    critical: Tensor | int,
+    limit: Tensor | int | None = None,
+    per_best: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the dilated lists, -1 behind each; as in the reference backend, without trimming them to the longest."""
+    (r, k), device = order.shape, order.device
+    width = min(columns, sink + local + k + 2 * radius * (min(best, k) if isinstance(best, int) else k))
+    pitch = -(-columns // 16) * 16  # rows that begin at a multiple of 16 are read by vectors
+    entry = torch.full((r, pitch), _FAR, dtype=torch.int32, device=device)
+    arrivals = None if limit is None else torch.zeros((r, k + 1), dtype=torch.int32, device=device)
+    lists = torch.empty((r, width), dtype=torch.int32, device=device)
+    lengths = torch.empty(r, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(order):
+        _dilate[(r,)](
+            order.contiguous(),
+            *(x.contiguous() if isinstance(x, Tensor) else x for x in (first, start, best, critical)),
+            limit.contiguous() if isinstance(limit, Tensor) else limit or 0,
+            entry,
+            arrivals,
+            lists,
+            lengths,
+            k,
+            columns,
+            sink,
+            local,
+            radius,
+            width,
+            pitch,
+            PER_BEST=per_best or 1 if limit is not None else 1,
+            LIMITED=limit is not None,
+            N=KEYS,
+            num_warps=WARPS,
+        )
+    return lists, lengths
