@@ -67,8 +67,16 @@ class Prefill:
     seconds: float = 0.0
 
 
-# keys, retrievals and copied keys int ``[3, B]``; keys scored by a retrieval per row; bytes of a key; bytes of a key and value
-_Pending = tuple[Tensor, tuple[int, ...], int, int]
+@dataclasses.dataclass
+class _Pending:
+    """One layer of one step whose counts still lie on the device."""
+
+    lengths: Tensor  # int32 [B, Hs]
+    retrieved: Tensor  # bool [B, Hs]
+    copied: bool
+    scored: tuple[int, ...]  # per row, keys scored by a retrieval; empty: booked already
+    key_bytes: int
+    pair_bytes: int
 
 
 class Books:
@@ -115,13 +123,15 @@ class Books:
         t.covered_triples += (b - counted) * hs
         if decision.anchors:
             t.bytes_anchors += b * h * d * 4
-        nothing = torch.zeros_like(chosen.lengths)
-        retrieved = nothing if decision.retrieved is None else decision.retrieved.to(torch.int32)
-        copied = chosen.lengths * retrieved if decision.copied else nothing
-        counts = torch.stack([chosen.lengths, retrieved, copied]).sum(2)  # [3, B]
+        retrieved = decision.retrieved
+        if retrieved is None:
+            retrieved = torch.zeros_like(chosen.lengths, dtype=torch.bool)
         scored = tuple(hs * many for many in decision.scored) if decision.scores_all else ()
         t.bytes_scored += sum(scored) * d * size
-        self._pending.append((counts, () if scored else decision.scored, d * size, pair))
+        lengths = chosen.lengths.clone()  # the selector goes on writing to its own
+        self._pending.append(
+            _Pending(lengths, retrieved, decision.copied, () if scored else decision.scored, d * size, pair)
+        )
         if len(self._pending) >= 256:
             self.flush()
 
@@ -169,18 +179,20 @@ class Books:
         t = self.traffic
         if not self._pending:
             return
-        by_rows: dict[int, list[_Pending]] = {}
+        alike: dict[tuple[int, ...], list[_Pending]] = {}
         for entry in self._pending:
-            by_rows.setdefault(entry[0].shape[1], []).append(entry)
-        for entries in by_rows.values():
-            counts = torch.stack([entry[0] for entry in entries]).tolist()  # the one read of the device
-            for (_, scored, key_bytes, pair), (keys, hits, copied) in zip(entries, counts, strict=True):
+            alike.setdefault(tuple(entry.lengths.shape), []).append(entry)
+        for entries in alike.values():
+            lengths = torch.stack([entry.lengths for entry in entries])  # [n, B, Hs]
+            retrieved = torch.stack([entry.retrieved for entry in entries])
+            counts = torch.stack([lengths, retrieved, lengths * retrieved]).sum(3)  # [3, n, B]
+            for entry, keys, hits, both in zip(entries, *counts.tolist(), strict=True):  # the one read of the device
                 t.keys_read += sum(keys)
-                t.bytes_processed += sum(keys) * pair
-                t.bytes_copied += sum(copied) * pair
+                t.bytes_processed += sum(keys) * entry.pair_bytes
+                t.bytes_copied += sum(both) * entry.pair_bytes * entry.copied
                 t.bytes_indices += sum(keys) * 4
                 t.retrievals += sum(hits)
-                t.bytes_scored += sum(hit * many for hit, many in zip(hits, scored, strict=False)) * key_bytes
+                t.bytes_scored += sum(h * many for h, many in zip(hits, entry.scored, strict=False)) * entry.key_bytes
         self._pending.clear()
 
     def audited(self) -> Tensor:
