@@ -25,5 +25,10 @@ def test_interpolates_between_the_measured_budgets() -> None:
 
 
 def test_says_nothing_outside_of_what_was_measured() -> None:
-    rows = [row("strict", 64, 0.80, 0.4), row("low", 64, 0.5, 0.1), row("low", 128, 0.7, 0.2), row("high", 64, 0.9, 0.3)]
+    rows = [
+        row("strict", 64, 0.80, 0.4),
+        row("low", 64, 0.5, 0.1),
+        row("low", 128, 0.7, 0.2),
+        row("high", 64, 0.9, 0.3),
+    ]
     assert bytes_at_equal_mass(rows, ["low", "high"], "strict") == [(0.80, {"low": None, "high": None})]
