@@ -13,7 +13,7 @@ from prehoc import kernels
 from prehoc.integrations.transformers.forward import Forward
 from prehoc.integrations.transformers.layers import KVLayer
 from prehoc.kernels.prefill import causal_pairs, prefill_window
-from prehoc.selection import Decision, Step, attend, decide
+from prehoc.selection import Decision, Step, decide
 
 NAME = "prehoc"
 
@@ -162,7 +162,7 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
         fwd.auditor.sample(step, decision, fwd.books)
     if fwd.stopwatch:
         fwd.stopwatch.lap("rest")
-    out = attend(ops, step, None if fwd.observe else decision.selection)
+    out = fwd.attend(ops, step, None if fwd.observe else decision.selection)
     if fwd.stopwatch:
         fwd.stopwatch.lap("attention")
     return out[:, :, None]

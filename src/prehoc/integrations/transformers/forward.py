@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prehoc.books import Books, Stopwatch
 from prehoc.integrations.transformers.layers import KVLayer
-from prehoc.selection import Decision, Plan, Rows, Step
+from prehoc.selection import Decision, Plan, Rows, Step, attend
 
 if TYPE_CHECKING:
     from prehoc.audit import Auditor
@@ -79,6 +79,8 @@ class Forward:
         Select and record, but attend to everything.
     capture : bool
         Stop a layer right after its keys and values were cached.
+    attend : callable
+        Turns a decode step's selection into its output; a benchmark may put another kernel here.
     """
 
     plan: Plan
@@ -95,6 +97,7 @@ class Forward:
     auditor: Auditor | None = None
     stopwatch: Stopwatch | None = None
     capture: bool = False
+    attend: Callable[..., Tensor] = attend
     started: float = 0.0
     shared_until: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 

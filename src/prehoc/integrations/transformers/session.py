@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from prehoc.integrations.transformers.support import find_base, supports
 from prehoc.methods import parse_method
 from prehoc.methods.psaw import resolve_start_layer
 from prehoc.report import Report, make_report
-from prehoc.selection import Method, Plan, Rows
+from prehoc.selection import Method, Plan, Rows, attend
 
 _ATTACHED = "_prehoc_attached"  # on the base model: a head's model and its base are one
 
@@ -48,6 +48,8 @@ class Session:
         Sees every decode step (used by ``prehoc trace``).
     stopwatch : Stopwatch or None
         Times the parts of a step when set (used by ``prehoc bench``).
+    attend : callable
+        Turns a decode step's selection into its output (`prehoc.selection.attend`).
     """
 
     def __init__(self, model: Any, method: Method, backend: str, audit: float, seed: int, observe: bool) -> None:
@@ -55,6 +57,7 @@ class Session:
         self.observe = observe
         self.recorder: Recorder | None = None
         self.stopwatch: Stopwatch | None = None
+        self.attend: Callable[..., Tensor] = attend
         self.plan: Plan = method.plan()
         self.books = Books()
         self._seed = seed
@@ -163,6 +166,7 @@ class Session:
             self.recorder,
             self._auditor,
             self.stopwatch,
+            attend=self.attend,
         )
         for store in fwd.stores():
             store.rows = info
