@@ -237,6 +237,15 @@ def sized(text: str, length: int) -> Method:
     return parse_method(text, {"budget": length // 8})
 
 
+def check_steps(name: str, method: Method, steps: int) -> None:
+    """Raise ValueError unless the steps are whole blocks of a method: a part of one holds too few retrievals, or too many."""
+    block = getattr(method, "block_size", 1)
+    if steps % block:
+        raise ValueError(
+            f"{steps} steps are no multiple of the block_size {block} of {name}; give {-(-steps // block) * block}"
+        )
+
+
 def make_rows(
     methods: list[str], length: int, kv_bytes: int, dtype: torch.dtype, backend: str, device: torch.device
 ) -> list[Any]:

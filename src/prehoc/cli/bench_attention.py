@@ -60,7 +60,7 @@ def command(
     from prehoc.bench.attention import LEAD, Cell, Setup, bench_cell
     from prehoc.bench.inputs import open_inputs
     from prehoc.bench.refcheck import RefcheckError
-    from prehoc.bench.rows import sized
+    from prehoc.bench.rows import check_steps, sized
     from prehoc.config import check_choice, default_backend
     from prehoc.eval.prefill_search import write_document
 
@@ -77,7 +77,7 @@ def command(
     for cell in cells:
         source.check(cell.length, steps + LEAD)
         for method in ("dense", *setup.methods):
-            sized(method, cell.length)
+            check_steps(method, sized(method, cell.length), steps)
     facts = {
         "benchmark": "attention",
         "settings": {

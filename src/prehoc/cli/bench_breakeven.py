@@ -45,11 +45,14 @@ def command(
     from prehoc.bench.attention import LEAD, Setup
     from prehoc.bench.breakeven import break_even, path
     from prehoc.bench.inputs import open_inputs
+    from prehoc.bench.rows import check_steps
     from prehoc.config import default_backend
     from prehoc.methods import parse_method
 
     device, kind = torch.device("cpu"), getattr(torch, dtype)
     chosen = {text: parse_method(text) for text in methods.split()}
+    for text, method in chosen.items():
+        check_steps(text, method, steps)
     _common.setup(threads, seed)
     resolved = kernels.resolve(default_backend() if backend is None else backend, device, kind)
     source = open_inputs(inputs or ["random"], seed)
@@ -67,7 +70,8 @@ def command(
         return
     for text, measured in found.items():
         begin = "never" if measured.length is None else f"from {measured.length} tokens on"
-        table = Table(title=f"{text}: faster than dense {begin} (of the lengths measured)")
+        _bench.console().print(f"{text}: faster than dense {begin} (of the lengths measured)")
+        table = Table()
         for column in ("length", "dense ms", "method ms", "x dense", "rho"):
             table.add_column(column, justify="right")
         for tokens, dense, ours, ratio in zip(
