@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prehoc.bench import decode
+from prehoc.bench import decode, systems
 from prehoc.bench.decode import bench_decode, needed
 
 CONTEXT, ROUNDS, STEPS = 60, 2, 3
@@ -35,6 +35,8 @@ def test_rows_and_their_books(model: Any, ids: torch.Tensor) -> None:
         assert 0 < row["step_ms_10"] <= row["step_ms"] <= row["step_ms_90"] and row["prefill_seconds"] > 0
     stock, dense, *sparse = rows
     assert "keys_per_head" not in stock
+    assert [row["prefill_of"] for row in rows] == ["", "", "dense", ""], "CIS prunes no prompt, CPE does"
+    assert all(row["dense_step_ms"] == dense["step_ms"] and row["cache_bytes"] > 0 for row in rows)
     # warm-up, timed rounds, parts and audit each decode STEPS tokens behind the prompt
     visible = CONTEXT + (1 + (ROUNDS + 3) * STEPS) / 2
     for row in (dense, *sparse):
@@ -51,13 +53,13 @@ def test_the_order_rotates_and_every_system_reads_the_same_tokens(
     model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[tuple[str, str, tuple[int, ...]]] = []
-    real = decode._decode
+    real = systems.System.decode
 
-    def spy(model: Any, system: Any, span: torch.Tensor, kind: str, *more: Any) -> None:
-        turns.append((system.name, kind, tuple(span[0].tolist())))
-        real(model, system, span, kind, *more)
+    def spy(self: Any, model: Any, span: torch.Tensor, kind: str, *more: Any) -> None:
+        turns.append((self.name, kind, tuple(span[0].tolist())))
+        real(self, model, span, kind, *more)
 
-    monkeypatch.setattr(decode, "_decode", spy)
+    monkeypatch.setattr(systems.System, "decode", spy)
     bench_decode(model, ids, CONTEXT, METHODS[:1], ROUNDS, STEPS)
     names = ["sdpa", "dense", METHODS[0]]
     assert [kind for _, kind, _ in turns[::3]] == ["warm", "timed", "timed", "parts", "audit"]
@@ -67,22 +69,61 @@ def test_the_order_rotates_and_every_system_reads_the_same_tokens(
         assert {span for _, _, span in now} == {tuple(ids[0, begin : begin + STEPS].tolist())}
 
 
+def test_caches_that_do_not_fit_together_run_in_groups(model: Any, ids: torch.Tensor) -> None:
+    names = ["streaming:budget=48", *METHODS, "sdpa-static"]
+    whole = bench_decode(model, ids, CONTEXT, names, ROUNDS, STEPS)
+    one = decode.cache_bytes(model, 1, needed(CONTEXT, ROUNDS, STEPS))
+    parts = bench_decode(model, ids, CONTEXT, names, ROUNDS, STEPS, room=3 * one)
+    assert sorted(row["system"] for row in parts) == sorted(row["system"] for row in whole)
+    by_name = {row["system"]: row for row in parts}
+    assert len({row["dense_step_ms"] for row in parts}) == 3, "dense runs beside each group of two"
+    for row in whole:  # the books do not know of groups: dense begins anew at the prompt each time
+        for key in ("keys_per_head", "bytes_per_step", "visible_per_head", "retained_mass"):
+            assert by_name[row["system"]].get(key) == row.get(key)
+    with pytest.raises(ValueError, match="two caches of 0.0 GiB do not fit into the 0.0 GiB at hand"):
+        bench_decode(model, ids, CONTEXT, names, ROUNDS, STEPS, room=one)
+
+
+def test_every_row_reads_a_span_of_its_own_where_the_text_is_long_enough() -> None:
+    text = torch.arange(20)[None]
+    assert decode.batch_rows(text, 10, 2).tolist() == [list(range(10)), list(range(10, 20))]
+    assert decode.batch_rows(text, 11, 2).tolist() == [list(range(11))] * 2
+
+
+def test_other_ways_to_attend_give_the_same_logits(model: Any, ids: torch.Tensor) -> None:
+    """FlexAttention over a method's selection, a static cache, a compiled forward: each is the same computation."""
+    logits = {}
+    for name in ("dense", "sdpa-static", "cis:budget=48,local=16", "flex:cis:budget=48,local=16"):
+        system = systems.System.of(name, CONTEXT)
+        seen: list[torch.Tensor] = []
+        hook = model.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.logits[:, -1].clone()))
+        with torch.inference_mode():
+            system.read_prompt(model, ids[:, :CONTEXT], 75, "reference")
+            system.decode(model, ids[:, CONTEXT : CONTEXT + 4], "timed", "reference", 0)
+        hook.remove()
+        logits[name] = torch.stack(seen)
+        assert len(system.steps) == 4 and len(seen) == 5
+    plain, flex = logits["cis:budget=48,local=16"], logits["flex:cis:budget=48,local=16"]
+    assert torch.allclose(logits["dense"], logits["sdpa-static"], atol=1e-4)
+    assert torch.allclose(plain, flex, atol=1e-4) and not torch.allclose(plain, logits["dense"], atol=1e-4)
+
+
 def test_the_clock_waits_for_the_device(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
-    monkeypatch.setattr(decode, "_wait", lambda device: waited.append(device.type))
+    monkeypatch.setattr(systems, "wait", lambda device: waited.append(device.type))
     bench_decode(model, ids, CONTEXT, [], ROUNDS, STEPS)
     assert len(waited) == 2 * (1 + (ROUNDS + 3) * STEPS), "once per prefill and per step of the two systems"
 
 
 def test_a_model_of_another_shape(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ``model.model`` nor ``logits_to_keep`` are part of what transformers promises."""
-    full, real = model.forward, decode.last_only
+    full, real = model.forward, systems.last_only
 
     def forward(input_ids: Any, use_cache: bool, past_key_values: Any = None, cache: Any = None, **more: Any) -> Any:
         assert "logits_to_keep" not in more
         return full(input_ids=input_ids, use_cache=use_cache, **{key: past_key_values or cache}, **more)
 
-    key = decode.cache_key({}, model)
+    key = systems.cache_key({}, model)
     if key == "past_key_values":
         forward.__signature__ = _without(forward, "cache")  # type: ignore[attr-defined]
     monkeypatch.setattr(model, "forward", forward)

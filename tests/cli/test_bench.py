@@ -43,12 +43,18 @@ def test_prints_a_table_a_context_and_writes_the_document(
     out = tmp_path / "b.json"
     assert bench("--out", str(out)) == 0
     shown = capsys.readouterr().out
-    assert "decode step at 60 tokens" in shown and "decode step at 100 tokens" in shown
+    assert "decode step, 1 x 60 tokens" in shown and "decode step, 1 x 100 tokens" in shown
     document = json.loads(out.read_text())
-    assert [(row["context"], row["system"]) for row in document["rows"]] == [
-        (length, name) for length in (60, 100) for name in ("sdpa", "dense", "cis:budget=48,local=16")
+    assert [(cell["context"], [row["system"] for row in cell["rows"]]) for cell in document["cells"]] == [
+        (length, ["sdpa", "dense", "cis:budget=48,local=16"]) for length in (60, 100)
     ]
-    assert document["contexts"] == [60, 100] and document["stream_bytes_per_second"] == 1e10
+    cell = document["cells"][0]
+    assert cell["stream_bytes_per_second"] == 1e10
+    for row in cell["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(1e3 / row["step_ms"])
+        read = row.get("bytes_per_step", cell["rows"][1]["bytes_per_step"]) + cell["weight_bytes"]
+        assert row["roofline_percent"] == pytest.approx(read / 1e10 / (row["step_ms"] / 1e3) * 100)
+    assert cell["rows"][1]["times_dense"] == 1
     assert document["text"]["file"] == "text.txt" and document["command"].startswith("prehoc bench decode")
     assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
 
@@ -66,7 +72,11 @@ def test_an_interruption_keeps_the_finished_contexts(
     monkeypatch.setattr(decode, "bench_decode", failing)
     assert bench("--out", str(out)) == 2
     document = json.loads(out.read_text())
-    assert {row["context"] for row in document["rows"]} == {60} and document["contexts"] == [60, 100]
+    assert [cell["context"] for cell in document["cells"]] == [60]
+    monkeypatch.setattr(decode, "bench_decode", lambda *more: [] if more[2] == 60 else real(*more))
+    assert bench("--out", str(out)) == 0
+    resumed = json.loads(out.read_text())
+    assert resumed["cells"][0] == document["cells"][0] and [cell["context"] for cell in resumed["cells"]] == [60, 100]
 
 
 def test_a_model_that_does_not_say_how_many_positions_it_has(
@@ -81,7 +91,7 @@ def test_a_model_that_does_not_say_how_many_positions_it_has(
 
     monkeypatch.setattr(_prompt.Reader, "of", classmethod(of))
     assert bench("--context", "60", "--methods", "", "--json") == 0
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["cells"][0]["rows"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -92,6 +102,8 @@ def test_a_model_that_does_not_say_how_many_positions_it_has(
         (("--context", "60,140"), "the text has 150 tokens, but context 140 and 5 rounds of 3 steps need 155"),
         (("--context", "250"), "the model has 256 positions, but context 250 and 5 rounds of 3 steps need 265"),
         (("--methods", "ciss"), "unknown method 'ciss'; did you mean 'cis'"),
+        (("--methods", "sdpa-statik"), "unknown system 'sdpa-statik'; did you mean 'sdpa-static'"),
+        (("--batch", "0"), "--batch '0' has a number below 1"),
         (("--methods", "psaw:start_layer=7"), "start_layer=7"),
         (("--text-file", "no.txt"), "the text file 'no.txt' does not exist"),
         (("--out", "no/folder/b.json"), "there is no folder 'no/folder' to write 'b.json' to"),

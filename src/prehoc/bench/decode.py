@@ -2,123 +2,125 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import prehoc
-from prehoc.books import Books, Stopwatch
-from prehoc.integrations.transformers.compat import cache_key, output_cache
+from prehoc.bench.memory import free_bytes
+from prehoc.bench.systems import STOCK, System
+from prehoc.integrations.transformers.layers import KVLayer
 from prehoc.integrations.transformers.session import attach
-from prehoc.trace import last_only
+from prehoc.selection import Method
 
-STOCK = "sdpa"
-
-
-@dataclasses.dataclass
-class System:
-    """One row of the benchmark: a way to decode, with its own cache and its measurements.
-
-    Attributes
-    ----------
-    name : str
-        ``sdpa`` for the stock model, else a method string.
-    backend : str
-        Kernel backend that ran.
-    prefill : list of float
-        Seconds of the prompt, one per prefill.
-    steps : list of float
-        Seconds of every timed decode step.
-    parts : dict
-        Seconds of attention, selection and rest, summed over the instrumented steps.
-    """
-
-    name: str
-    backend: str = ""
-    cache: Any = None
-    prefill: list[float] = dataclasses.field(default_factory=list)
-    steps: list[float] = dataclasses.field(default_factory=list)
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    part_steps: int = 0
-    books: Books = dataclasses.field(default_factory=Books)
+DENSE = "dense"
 
 
 def bench_decode(
     model: Any,
     token_ids: Tensor,
     context: int,
-    methods: list[str],
+    names: Sequence[str],
     rounds: int = 6,
     steps: int = 16,
     batch: int = 1,
     backend: str | None = None,
     seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    room: int | None = None,
 ) -> list[dict[str, Any]]:
     """Measure one context length and return one row a system.
 
-    Every system prefills the same text itself, then all decode the text's own next tokens in interleaved rounds: in each
-    round every system runs `steps` steps, in an order that rotates. The first round warms up; the last is run once with the
-    parts of a step timed, and once audited, neither of which enters the step times.
+    All systems decode the text's own next tokens in interleaved rounds: in each round every system runs `steps` steps, in an
+    order that rotates. The first round warms up; the last is run once with the parts of a step timed, and once audited,
+    neither of which enters the step times. Systems whose caches do not fit into memory together run in groups, each with
+    dense attention beside it. Prompts are read once for all systems that prune them alike.
 
     Parameters
     ----------
     model : Module
         A transformers model.
     token_ids : Tensor
-        int64 ``[1, n]`` with at least `needed` tokens.
+        int64 ``[1, n]`` with at least `needed` tokens; every batch row has a span of its own where they suffice.
     context : int
         Tokens of the prompt.
-    methods : list of str
-        Methods to compare; the stock model and ``dense`` are always measured.
+    names : list of str
+        Systems to compare (`System.name`); ``sdpa`` and ``dense`` are always measured.
     rounds, steps : int
         Timed rounds, after one of warm-up, and decode steps in each.
     batch : int
-        Copies of the text decoded together.
+        Sequences decoded together.
     backend : str, optional
         Kernel backend.
     seed : int
         Seed of the audit.
     progress : callable
         Called with (stage, done, total).
+    room : int, optional
+        Bytes that caches may take (default: seven tenths of what is free).
 
     Returns
     -------
     list of dict
-        One row a system; times in milliseconds, bytes per step.
+        One row a system; times in milliseconds, bytes per step. ``dense_step_ms`` is that of the same group.
 
     Raises
     ------
     ValueError
-        Before anything is measured: the text is too short, or a method unknown or not for this model.
+        Before anything is measured: the text is too short, a system unknown or not for this model, or not even two caches
+        fit into memory.
     """
     need = needed(context, rounds, steps)
     check_tokens(token_ids.shape[1], None, context, rounds, steps)
-    check_methods(model, methods, backend)
-    ids = token_ids[:, :need].expand(batch, -1)
-    systems = [System(name) for name in dict.fromkeys([STOCK, "dense", *methods])]
+    systems = check_systems(model, names, context, backend)
+    ids = batch_rows(token_ids, need, batch)
+    free = free_bytes(token_ids.device)
+    room = int(free * 0.7) if room is None and free is not None else room
+    groups = _groups(systems, cache_bytes(model, batch, need), room)
+    rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for number, system in enumerate(systems):
-            progress(f"prefill of {context} tokens", number, len(systems))
-            _prefill(model, system, ids[:, :context], need, backend)
-        for turn in range(rounds + 3):
-            progress(f"decode at {context} tokens", turn, rounds + 3)
-            span = ids[:, context + turn * steps : context + (turn + 1) * steps]
-            shift = turn % len(systems)
-            for system in systems[shift:] + systems[:shift]:
-                kind = {0: "warm", rounds + 1: "parts", rounds + 2: "audit"}.get(turn, "timed")
-                _decode(model, system, span, kind, backend, seed)
-    return [_row(system, context, batch) for system in systems]
+        kept: System | None = None
+        for group in groups:
+            dense = System.of(DENSE, context)
+            if kept is not None:
+                dense.cache, dense.prefill = kept.cache, kept.prefill
+            together = [dense if system.name == DENSE else system for system in group]
+            _read_prompts(model, together, ids[:, :context], need, backend, progress)
+            for turn in range(rounds + 3):
+                progress(f"decode at {batch} x {context} tokens", turn, rounds + 3)
+                span = ids[:, context + turn * steps : context + (turn + 1) * steps]
+                shift = turn % len(together)
+                for system in together[shift:] + together[:shift]:
+                    kind = {0: "warm", rounds + 1: "parts", rounds + 2: "audit"}.get(turn, "timed")
+                    system.decode(model, span, kind, backend, seed)
+            rows += [_row(system, dense, context, batch) for system in together if system is not dense or kept is None]
+            for system in group:
+                system.cache = None
+            kept = _back_to_the_prompt(dense, (rounds + 3) * steps)
+    return rows
+
+
+def _back_to_the_prompt(dense: System, tokens: int) -> System:
+    """Take the decoded tokens out of the cache again: the next group starts from the same prompt."""
+    if all(isinstance(layer, KVLayer) for layer in dense.cache.layers):
+        dense.cache.crop(-tokens)
+    else:  # what a sliding window dropped does not come back
+        dense.cache = None
+    return dense
 
 
 def needed(context: int, rounds: int, steps: int) -> int:
     """Return the tokens of the longest cache: beside the timed rounds one of warm-up, one of parts and one audited."""
     return context + (rounds + 3) * steps
+
+
+def batch_rows(token_ids: Tensor, need: int, batch: int) -> Tensor:
+    """Return int64 ``[batch, need]``: a span of the text for each row, or copies of its beginning where it is too short."""
+    if token_ids.shape[1] >= batch * need:
+        return token_ids[0, : batch * need].view(batch, need)
+    return token_ids[:, :need].expand(batch, -1)
 
 
 def check_tokens(tokens: int, limit: int | None, context: int, rounds: int, steps: int) -> None:
@@ -135,69 +137,76 @@ def check_tokens(tokens: int, limit: int | None, context: int, rounds: int, step
         )
 
 
-def check_methods(model: Any, methods: Sequence[str], backend: str | None) -> None:
-    """Attach every method once: what is unknown or does not fit the model is refused here (ValueError)."""
-    for method in ("dense", *methods):
+def check_systems(model: Any, names: Sequence[str], context: int, backend: str | None) -> list[System]:
+    """Return stock, dense and the named systems; what is unknown or does not fit the model is refused here (ValueError)."""
+    systems = [System.of(name, context) for name in dict.fromkeys([STOCK, DENSE, *names])]
+    check_methods(model, [system.method for system in systems if system.method is not None], backend)
+    return systems
+
+
+def check_methods(model: Any, methods: Sequence[Method | str], backend: str | None) -> None:
+    """Attach every method once: what does not fit the model is refused here (ValueError)."""
+    for method in methods:
         attach(model, method, audit=0, backend=backend).detach()
 
 
-def _wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given, so that a clock read now is honest."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def cache_bytes(model: Any, batch: int, columns: int) -> int:
+    """Return the bytes of keys and values of a cache of `columns` columns."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * batch * heads * columns * dim * model.dtype.itemsize)
 
 
-def _prefill(model: Any, system: System, ids: Tensor, capacity: int, backend: str | None) -> None:
-    if system.name == STOCK:
-        begin = time.perf_counter()
-        system.cache = output_cache(model(input_ids=ids, use_cache=True, **last_only(model)))
-        _wait(ids.device)
-        system.prefill.append(time.perf_counter() - begin)
-        return
-    with prehoc.sparsify(model, system.name, audit=0, backend=backend) as session:
-        session.books = system.books
-        cache = session.new_cache(capacity)
-        begin = time.perf_counter()
-        model(input_ids=ids, use_cache=True, **{cache_key({}, model): cache}, **last_only(model))
-        _wait(ids.device)
-        system.prefill.append(time.perf_counter() - begin)
-        system.cache = cache
+def _groups(systems: list[System], cache: int, room: int | None) -> list[list[System]]:
+    """Divide the systems so that the caches of a group, dense always one of them, fit into `room` bytes."""
+    most = len(systems) if room is None else room // cache
+    if most < 2:
+        raise ValueError(
+            f"two caches of {cache / 2**30:.1f} GiB do not fit into the {(room or 0) / 2**30:.1f} GiB at hand; give a smaller "
+            "batch or a shorter context"
+        )
+    dense = next(system for system in systems if system.name == DENSE)
+    others = [system for system in systems if system is not dense]
+    if len(systems) <= most:
+        return [systems]
+    return [[dense, *others[i : i + most - 1]] for i in range(0, len(others), most - 1)]
 
 
-def _decode(model: Any, system: System, ids: Tensor, kind: str, backend: str | None, seed: int) -> None:
-    session, key = None, cache_key({}, model)
-    if system.name != STOCK:
-        session = attach(model, system.name, audit=0.05 if kind == "audit" else 0, backend=backend, seed=seed)
-    try:
-        if session is not None:
-            session.books, system.backend = system.books, session.backend
-            session.stopwatch = Stopwatch(ids.device) if kind == "parts" else None
-        for i in range(ids.shape[1]):
-            begin = time.perf_counter()
-            model(input_ids=ids[:, i : i + 1], use_cache=True, **{key: system.cache})
-            _wait(ids.device)
-            if kind == "timed":
-                system.steps.append(time.perf_counter() - begin)
-        if session is not None and session.stopwatch is not None:
-            system.parts, system.part_steps = session.stopwatch.seconds, ids.shape[1]
-    finally:
-        if session is not None:
-            session.detach()
+def _read_prompts(
+    model: Any,
+    systems: list[System],
+    ids: Tensor,
+    capacity: int,
+    backend: str | None,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    have: dict[object, System] = {}
+    for number, system in enumerate(systems):
+        progress(f"prefill of {ids.shape[0]} x {ids.shape[1]} tokens", number, len(systems))
+        twin = have.setdefault(system.prefill_key(), system)
+        if twin is not system:
+            system.copy_prompt(twin)
+        elif system.cache is None:
+            system.read_prompt(model, ids, capacity, backend)
 
 
-def _row(system: System, context: int, batch: int) -> dict[str, Any]:
+def _row(system: System, dense: System, context: int, batch: int) -> dict[str, Any]:
     times = sorted(system.steps)
     row: dict[str, Any] = {
         "system": system.name,
         "context": context,
         "batch": batch,
-        "prefill_seconds": system.prefill[0],
+        "prefill_seconds": system.prefill,
+        "prefill_of": system.prefill_of,
         "step_ms": statistics.median(times) * 1e3,
         "step_ms_10": times[len(times) // 10] * 1e3,
         "step_ms_90": times[-1 - len(times) // 10] * 1e3,
+        "dense_step_ms": statistics.median(dense.steps) * 1e3,
         "steps": len(times),
+        "cache_bytes": system.cache_bytes(),
     }
-    if system.name == STOCK:
+    if system.method is None:
         return row
     books = system.books
     books.flush()
@@ -218,6 +227,5 @@ def _row(system: System, context: int, batch: int) -> dict[str, Any]:
         "audited": masses.numel(),
         "prefill_operations": books.prefill.operations,
         "prefill_operations_dense": books.prefill.operations_dense,
-        "cache_bytes": sum(layer.store.nbytes for layer in system.cache.layers if hasattr(layer, "store")),
     }
     return row

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prehoc.bench.decode import STOCK, check_methods
+from prehoc.bench.decode import check_methods
 from prehoc.bench.rows import now
+from prehoc.bench.systems import STOCK
 from prehoc.books import Prefill
 from prehoc.integrations.transformers.compat import cache_key
 from prehoc.integrations.transformers.session import attach

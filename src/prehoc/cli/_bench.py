@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -45,3 +46,26 @@ def console(width: int = 150) -> Console:
     """Return the console to print tables on; a log file has no width of its own."""
     found = Console()
     return found if found.is_terminal else Console(width=width)
+
+
+def roofline(cell: dict[str, Any], weights: int, stream: float) -> dict[str, Any]:
+    """Add to the rows of a decode cell what follows from times and bytes, and return the cell.
+
+    Parameters
+    ----------
+    cell : dict
+        ``batch``, ``context`` and the ``rows`` of `prehoc.bench.decode.bench_decode`, stock transformers and dense first.
+    weights : int
+        Bytes of the model's weights: each is read once a step.
+    stream : float
+        Bytes per second.
+    """
+    stock, dense = cell["rows"][:2]
+    for row in cell["rows"]:
+        row["tokens_per_second"] = cell["batch"] / row["step_ms"] * 1e3
+        row["times_dense"] = row["dense_step_ms"] / row["step_ms"]
+        # systems of different groups meet over the dense attention that ran beside each of them
+        row["times_sdpa"] = row["times_dense"] * stock["step_ms"] / stock["dense_step_ms"]
+        read = weights + row.get("bytes_per_step", dense["dense_bytes_per_step"])
+        row["roofline_percent"] = read / stream / row["step_ms"] * 1e5
+    return {**cell, "stream_bytes_per_second": stream, "weight_bytes": weights}

@@ -17,112 +17,132 @@ def command(
     text_file: Annotated[
         Path | None, typer.Option(help="Text to read; a module of Python's library if not given.")
     ] = None,
+    batch: Annotated[str, typer.Option(help="Sequences decoded together; several separated by commas.")] = "1",
     context: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "500,8000",
-    methods: Annotated[str, typer.Option(help="Methods, separated by spaces; sdpa and dense are always there.")] = (
-        "cis:budget=1024 cpe:budget=1024"
-    ),
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Systems, separated by spaces: methods (budget = context / 8 where none is given), flex:METHOD (its selection, "
+            "FlexAttention attends), sdpa-static, sdpa-compiled. sdpa and dense are always there."
+        ),
+    ] = "cis:budget=1024 cpe:budget=1024",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 6,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of each system in a round.")] = 16,
-    batch: Annotated[int, typer.Option(min=1, help="Copies of the text decoded together.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document here too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON document; its finished cells are kept.")] = None,
     dtype: _common.Dtype = "float32",
     backend: _common.Backend = None,
     threads: _common.Threads = None,
     seed: _common.Seed = 0,
     as_json: _common.Json = False,
 ) -> None:
-    """Time a decode step: stock transformers (sdpa, dynamic cache), our dense and the methods, interleaved."""
-    lengths = _bench.numbers("--context", context)
+    """Time a decode step on real text: stock transformers, our dense and the methods, interleaved.
+
+    Beside the times stand throughput, time to first token, the bytes read, and the roofline: the time that reading the weights
+    once and these bytes takes at the bandwidth of this machine.
+    """
+    lengths, batches = _bench.numbers("--context", context), _bench.numbers("--batch", batch)
     content, source = read_text(text_file or _bench.default_text())
     if out is not None:
         check_writable(out)
     import torch
 
     from prehoc import models, provenance
-    from prehoc.bench.decode import bench_decode, check_methods, check_tokens, needed
+    from prehoc.bench import table
+    from prehoc.bench.decode import bench_decode, check_systems, check_tokens, needed
     from prehoc.bench.stream import stream_bandwidth
+    from prehoc.bench.systems import System
     from prehoc.cli._prompt import Reader
     from prehoc.eval.prefill_search import write_document
-    from prehoc.methods import parse_method
 
     chosen = methods.split()
-    for method in chosen:
-        parse_method(method)
+    for name in chosen:
+        System.of(name, max(lengths))
     _common.setup(threads, seed)
-    rows: list[dict[str, Any]] = []
     with _common.progress() as report:
         reader = Reader.before_weights(model, dtype, report)
         tokens = reader.tokenizer(content, verbose=False)["input_ids"]
         check_tokens(len(tokens), reader.positions, max(lengths), rounds, steps)
-        net, _ = models.load(model, dtype=dtype, progress=report)
-        check_methods(net, chosen, backend)
-        ids = torch.tensor([tokens[: needed(max(lengths), rounds, steps)]])
-        report("memory bandwidth", 0, 0)
-        stream = stream_bandwidth()
-        document = {
+        facts = {
             "benchmark": "decode",
             "model": provenance.hide_folders(model),
             "dtype": dtype,
             "text": source,
-            "stream_bytes_per_second": stream,
+            "settings": {"methods": chosen, "rounds": rounds, "steps": steps, "backend": backend, "seed": seed},
             "machine": provenance.machine(),
             "versions": provenance.versions(),
-            "command": provenance.command(),
-            "contexts": lengths,
-            "rows": rows,
         }
+        cells = table.resume(out, facts)
+        if cells:
+            _common.log(f"{len(cells)} finished cells of {out} are kept")
+        net, _ = models.load(model, dtype=dtype, progress=report)
         for length in lengths:
-            rows += bench_decode(net, ids, length, chosen, rounds, steps, batch, backend, seed, report)
-            if out is not None:  # after each context: an interruption keeps those that are finished
-                write_document(out, document)
+            check_systems(net, chosen, length, backend)
+        ids = torch.tensor([tokens[: needed(max(lengths), rounds, steps) * max(batches)]])
+        weights = sum(p.numel() * p.element_size() for p in net.parameters())
+        for many in batches:
+            for length in lengths:
+                if any((cell["batch"], cell["context"]) == (many, length) for cell in cells):
+                    continue
+                report("memory bandwidth", 0, 0)
+                stream = stream_bandwidth()
+                rows = bench_decode(net, ids, length, chosen, rounds, steps, many, backend, seed, report)
+                cells.append(_bench.roofline({"batch": many, "context": length, "rows": rows}, weights, stream))
+                if out is not None:  # after each cell: an interruption keeps those that are finished
+                    write_document(out, {**facts, "command": provenance.command(), "cells": cells})
     if as_json:
-        _common.emit_json(document)
+        _common.emit_json({**facts, "command": provenance.command(), "cells": cells})
     else:
-        _print(rows, stream)
+        for cell in cells:
+            _print(cell)
 
 
-def _print(rows: list[dict[str, Any]], stream: float) -> None:
-    console = _bench.console()
-    for length in dict.fromkeys(row["context"] for row in rows):
-        here = {row["system"]: row for row in rows if row["context"] == length}
-        table = Table(title=f"decode step at {length} tokens, median ms; stream {stream / 1e9:.1f} GB/s")
-        columns = (
-            "ms",
-            "10-90 %",
-            "attention",
-            "selection",
-            "rest",
-            "x sdpa",
-            "x dense",
-            "keys",
-            "MB read",
-            "GB/s",
-            "rho",
-            "mass",
-        )
-        table.add_column("system")
-        for column in columns:
-            table.add_column(column, justify="right")
-        for name, row in here.items():
-            table.add_row(name, *_cells(row, here["sdpa"]["step_ms"], here["dense"]["step_ms"]))
-        console.print(table)
+COLUMNS = (
+    "ms",
+    "10-90 %",
+    "tokens/s",
+    "attention",
+    "selection",
+    "rest",
+    "x sdpa",
+    "x dense",
+    "% roofline",
+    "keys",
+    "MB read",
+    "rho",
+    "mass",
+    "first s",
+    "cache MB",
+)
 
 
-def _cells(row: dict[str, Any], stock: float, dense: float) -> list[str]:
-    cells = [f"{row['step_ms']:.1f}", f"{row['step_ms_10']:.1f}-{row['step_ms_90']:.1f}"]
-    timed = "attention_ms" in row
-    cells += [f"{row[f'{part}_ms']:.1f}" if timed else "" for part in ("attention", "selection", "rest")]
-    cells += [f"{stock / row['step_ms']:.2f}", f"{dense / row['step_ms']:.2f}"]
-    if not timed:
-        return cells + [""] * 5
-    seconds = (row["attention_ms"] + row["selection_ms"]) / 1e3
-    rate = row["bytes_per_step"] / seconds / 1e9
-    rho, mass = row["retrieval_ratio"], row["retained_mass"]
+def _print(cell: dict[str, Any]) -> None:
+    stream = cell["stream_bytes_per_second"]
+    table = Table(title=f"decode step, {cell['batch']} x {cell['context']} tokens; stream {stream / 1e9:.1f} GB/s")
+    table.add_column("system", overflow="fold")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for row in cell["rows"]:
+        table.add_row(row["system"], *_cells(row))
+    _bench.console().print(table)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    def number(key: str, digits: int, factor: float = 1.0) -> str:
+        value = row.get(key)
+        return "" if value is None else f"{value * factor:.{digits}f}"
+
     return [
-        *cells,
-        f"{row['keys_per_head']:.0f}",
-        f"{row['bytes_per_step'] / 1e6:.1f}",
-        f"{rate:.1f}",
-        "" if rho is None else f"{rho:.2f}",
-        "" if mass is None else f"{mass:.3f}",
+        number("step_ms", 1),
+        f"{row['step_ms_10']:.1f}-{row['step_ms_90']:.1f}",
+        number("tokens_per_second", 0),
+        *(number(f"{part}_ms", 1) for part in ("attention", "selection", "rest")),
+        number("times_sdpa", 2),
+        number("times_dense", 2),
+        number("roofline_percent", 0),
+        number("keys_per_head", 0),
+        number("bytes_per_step", 1, 1e-6),
+        number("retrieval_ratio", 2),
+        number("retained_mass", 3),
+        "" if row["prefill_of"] else number("prefill_seconds", 2),
+        number("cache_bytes", 0, 1e-6),
     ]
