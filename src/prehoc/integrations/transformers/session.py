@@ -24,12 +24,14 @@ from prehoc.integrations.transformers.compat import cache_key, check_version
 from prehoc.integrations.transformers.forward import Forward, Phase, Recorder, declared, left_padding
 from prehoc.integrations.transformers.generation import generate
 from prehoc.integrations.transformers.layers import KVLayer, adopt, new_cache
+from prehoc.integrations.transformers.breakeven import break_even
 from prehoc.integrations.transformers.support import find_base, supports
 from prehoc.methods import parse_method
 from prehoc.methods.psaw import resolve_start_layer
 from prehoc.report import Report, make_report
 from prehoc.selection import Method, Plan, Rows, attend
 
+DENSE = Plan()
 _ATTACHED = "_prehoc_attached"  # on the base model: a head's model and its base are one
 
 
@@ -59,6 +61,7 @@ class Session:
         self.stopwatch: Stopwatch | None = None
         self.attend: Callable[..., Tensor] = attend
         self.plan: Plan = method.plan()
+        self._dense_below = break_even(method, model)
         self.books = Books()
         self._seed = seed
         self._auditor = Auditor(audit, seed) if audit and not self.plan.dense else None
@@ -152,8 +155,9 @@ class Session:
         past = 0 if cache is None else int(cache.get_seq_length())
         info = _rows(cache, past, tokens, rows, kwargs.get("attention_mask"), call)
         phase = _phase(cache, past, tokens, call)
+        short = max(info.prompt, default=0) < self._dense_below
         fwd = Forward(
-            self.plan,
+            DENSE if short else self.plan,
             self._weights,
             cache,
             past,
