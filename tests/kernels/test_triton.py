@@ -48,7 +48,7 @@ def test_every_kernel_compiles_for(capability: int, shared: int, tmp_path: Path)
     out = python(str(HERE / "triton_compile.py"), str(capability), TRITON_CACHE_DIR=str(tmp_path))
     made = [json.loads(line) for line in out.splitlines()]
     assert {kernel["name"] for kernel in made} == {
-        "_attend", "_merge", "_score", "_relate", "_select", "_order", "_dilate", "_prefill"
+        "_attend", "_merge", "_score", "_relate", "_select", "_order", "_dilate", "_prefill", "_gate"
     }  # fmt: skip
     assert max(kernel["shared"] for kernel in made) <= shared
     # the first shape is a bfloat16 group of four: its products belong on tensor cores

@@ -129,5 +129,11 @@ def test_the_host_never_waits(ops: Any) -> None:
         indices, lengths = ops.dilate(found.order, 0, 8, 4001, 8, 32, 1, 100, 300)
         ops.decode_selected(q, k, v, indices.view(2, 4, -1), lengths.view(2, 4), 0.1)
         ops.decode_dense(q, k, v, (0, 5), 8, (300, 400), 0.1)
+        state = {name: torch.full((2, 4), -1, dtype=torch.int32, device=CUDA) for name in ("lengths", "age")}
+        state["indices"] = torch.full((2, 4, 400), -1, dtype=torch.int32, device=CUDA)
+        state["anchor"] = torch.full((2, 12, 128), torch.nan, device=CUDA)
+        sizes = (8, 32, (200, 200), (66, 66), (240, 240), 3, 1, 8, True, 0.5, 0.1)
+        done = [ops.cis_step(q, k[:, :, :n], state, (0, 5), (8, 90), *sizes)[0] for n in (3999, 4000)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert bool(done[0].all()) and not bool(done[1].any())

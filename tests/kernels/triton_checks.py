@@ -20,6 +20,9 @@ from prehoc.kernels import triton as ops
 from prehoc.kernels.triton import decode as decode_module
 from prehoc.kernels.triton import launch
 from prehoc.kernels.triton import prefill as prefill_module
+from prehoc.kernels.triton import topk as topk_module
+from prehoc.methods.cis import CIS
+from prehoc.selection import Rows, Selection, State, Step
 
 # the package has functions of these names
 dilate_module = importlib.import_module("prehoc.kernels.triton.dilate")
@@ -36,7 +39,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SPLIT_KEYS", 40)
     monkeypatch.setattr(decode_module, "MOST_KEYS", 32)
     monkeypatch.setattr(retrieve_module, "RELATE_KEYS", 32)
-    monkeypatch.setattr(retrieve_module, "SELECT_KEYS", 32)
+    monkeypatch.setattr(topk_module, "SELECT_KEYS", 32)
     monkeypatch.setattr(dilate_module, "KEYS", 32)
     small = {key: prefill_module.Tile(32, 16, 4, 2) for key in prefill_module.TILES}
     monkeypatch.setattr(prefill_module, "TILES", small)
@@ -205,7 +208,7 @@ def test_retrieve(case: dict[str, Any], with_mass: bool, monkeypatch: pytest.Mon
     start = tuple(p + max(sink, h) for p, h in zip(pad, hide, strict=True))
     heads = torch.tensor([3 * hs - 1, 0, hs], device=DEVICE) if with_mass else None
     if with_mass:
-        monkeypatch.setattr(retrieve_module, "SORT_KEYS", 2)  # the path of long lists
+        monkeypatch.setattr(topk_module, "SORT_KEYS", 2)  # the path of long lists
     call = (hs, pad, start, sink, local, topk, 0.37, with_mass, reduce)
     got = ops.retrieve(q, k, heads, *call)
     wanted = reference.retrieve(q.cpu(), k.cpu(), None if heads is None else heads.cpu(), *call)
@@ -332,25 +335,39 @@ def test_hidden_tiles_are_not_read() -> None:
 # ---------------------------------------------------------------------------------------------------------- all at once
 
 
-def test_a_method_runs_on_this_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CIS with ragged rows, as on an accelerator: the host never looks, every head retrieves and a mask decides."""
-    from prehoc.methods.cis import CIS
-    from prehoc.selection import Rows, State, Step
+METHODS: list[dict[str, Any]] = [
+    {"critical": 12, "block_size": 3, "tau": 0.0, "matched": True},
+    {"critical": 9, "block_size": 2, "tau": 0.5, "local_window": "sliding", "granularity": "query_head", "sink": 0},
+    {"critical": 7, "tau": 0.9, "radius": 2, "dilate": 5},
+    {"critical": 20, "mass": 0.7, "tau": 0.5},
+]
 
+
+@pytest.mark.parametrize("keys", METHODS, ids=str)
+def test_steps_of_cis(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged rows, as on an accelerator: the host never looks, and a mask decides which heads retrieve."""
     assert resolve("triton", DEVICE) == "triton"
-    method, rows = CIS(critical=12, sink=2, local=4, block_size=3, tau=0.0, matched=True), Rows((0, 9), (60, 51))
+    method, rows = CIS(**{"sink": 2, "local": 4, **keys}), Rows((0, 9), (60, 51))
     k, v = normal(2, 2, 70, 16, seed=1), normal(2, 2, 70, 16, seed=2)
     monkeypatch.setattr(host, "may_look", lambda device: False)
     states = {"triton": State(), "reference": State()}
+    seen = set()
     for at in range(4):
-        q, n = normal(2, 4, 16, seed=at // 2), 61 + at
-        lists = {}
+        # the second row's queries stay, those of the first change at every second step, and one of them is zero
+        q, n = torch.stack([normal(4, 16, seed=at // 2), normal(4, 16, seed=9)]), 61 + at
+        q[0, 3] *= at != 1
+        found = []
         for name, state in states.items():
-            step = Step(0, q, k[:, :, :n], v[:, :, :n], 0.25, rows, (0, 0), name)
-            chosen = method.decide(step, state).selection
+            decision = method.decide(Step(0, q, k[:, :, :n], v[:, :, :n], 0.25, rows, (0, 0), name), state)
+            chosen = decision.selection
+            assert isinstance(chosen, Selection) and decision.retrieved is not None and decision.cosine is not None
             both = zip(chosen.indices.flatten(0, 1).tolist(), chosen.lengths.flatten().tolist(), strict=True)
-            lists[name] = [row[:length] for row, length in both]
-        assert lists["triton"] == lists["reference"]
+            found.append(([row[:length] for row, length in both], decision.retrieved.tolist()))
+            seen.update(decision.retrieved.flatten().tolist())
+        assert found[0] == found[1]
+        for name in ("anchor", "age"):
+            torch.testing.assert_close(states["triton"][name], states["reference"][name], equal_nan=True)
+    assert seen == {False, True}
 
 
 def test_what_cannot_run_is_refused() -> None:

@@ -54,6 +54,12 @@ lists, lengths, table = meta(2, 2, 300), meta(2, 2), meta(2, 40)
 order, column = meta(4, 20, dtype=torch.int64), meta(4, 1, dtype=torch.int64)
 ops.dilate(order, 0, 8, 8001, 8, 32, 1, 33, 20, 60, 3)
 ops.dilate(order, column, column, 8001, 8, 32, 1, column, column)
+state = {"indices": meta(2, 2, 90), "lengths": meta(2, 2), "age": meta(2, 2)}
+state["anchor"] = meta(2, 8, 128, dtype=torch.float32)
+q, k = meta(2, 8, 128, dtype=torch.bfloat16), meta(2, 2, 9000, 128, dtype=torch.bfloat16)[:, :, :8001]
+for frozen, limit in ((True, (60, 60)), (False, None)):
+    sizes = (8, 32, (20, 20), (6, 6), limit, 3, 1, 8, frozen, 0.8, 0.1)
+    ops.cis_step(q, k, state, (0, 3), (8, 90), *sizes)
 # head size, group, dtype: every form of the first, and on the newest GPU every kernel of the others
 shapes = ((128, 4, torch.bfloat16), (80, 1, torch.float16), (256, 2, torch.float32))
 for d, group, dtype in shapes if capability >= 90 else shapes[:1]:

@@ -6,8 +6,10 @@ every kernel is compiled for Ampere and Hopper; nothing has run on a GPU yet, an
 """
 
 from prehoc.kernels.reference import decode_compact
-from prehoc.kernels.triton.decode import decode_dense, decode_dense_paged, decode_selected, decode_selected_paged
+from prehoc.kernels.triton.cis import cis_step
+from prehoc.kernels.triton.decode import decode_dense, decode_selected
 from prehoc.kernels.triton.dilate import dilate
+from prehoc.kernels.triton.paged import decode_dense_paged, decode_selected_paged
 from prehoc.kernels.triton.prefill import prefill_window
 from prehoc.kernels.triton.retrieve import retrieve
 
@@ -15,6 +17,7 @@ READS_IN_PLACE = True
 
 __all__ = [
     "READS_IN_PLACE",
+    "cis_step",
     "decode_compact",
     "decode_dense",
     "decode_dense_paged",

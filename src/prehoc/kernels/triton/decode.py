@@ -177,7 +177,7 @@ def _merge(parts, masses, out, lse, count, DV: tl.constexpr, S_PAD: tl.constexpr
     tl.store(lse + head, tl.where(total > 0, most + tl.log(safe), float("-inf")))
 
 
-def _decode(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -191,6 +191,7 @@ def _decode(
     counts: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Any:
+    """Attend to at most `keys` keys of each head, as the operations that call this say; the arguments name the form."""
     launch.check(q, k, v)
     (b, h, d), hkv, dv = q.shape, k.shape[1], v.shape[3]
     hs = hkv if lists is None else lists.shape[1]
@@ -252,7 +253,7 @@ def decode_dense(
 ) -> Any:
     """Attend to each row's first `sink` real keys and to every column from `start` on; as in the reference backend."""
     keys = k.shape[2] - min(start) + sink
-    return _decode(q, k, v, scale, with_lse, keys, rows=launch.per_row(first, start, q.device), sink=sink)
+    return attend(q, k, v, scale, with_lse, keys, rows=launch.per_row(q.device, first, start), sink=sink)
 
 
 def decode_selected(
@@ -267,56 +268,4 @@ def decode_selected(
 ) -> Any:
     """Attend to the selected keys only, read in place; as in the reference backend."""
     lists, counts = indices.contiguous(), lengths.contiguous()
-    return _decode(q, k, v, scale, with_lse, indices.shape[2], lists=lists, counts=counts)
-
-
-def decode_dense_paged(
-    q: Tensor,
-    k_blocks: Tensor,
-    v_blocks: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    with_lse: bool = False,
-) -> Any:
-    """Attend to every key of each row, kept in blocks.
-
-    Parameters
-    ----------
-    q : Tensor
-        ``[B, H, D]``.
-    k_blocks, v_blocks : Tensor
-        ``[NB, Hkv, block, D]`` with any strides.
-    block_table : Tensor
-        int32 ``[B, max_blocks]``, the block that holds a row's keys ``i * block`` to ``(i + 1) * block - 1``.
-    lengths : Tensor
-        int32 ``[B]``, keys of each row.
-    scale : float
-        Factor on the logits.
-    with_lse : bool
-        Also return the logarithm of each head's sum of exponentials, float32 ``[B, H]``.
-
-    Returns
-    -------
-    Tensor or (Tensor, Tensor)
-        ``[B, H, D]`` in the dtype of q.
-    """
-    keys = block_table.shape[1] * k_blocks.shape[2]
-    return _decode(q, k_blocks, v_blocks, scale, with_lse, keys, counts=lengths.contiguous(), table=block_table)
-
-
-def decode_selected_paged(
-    q: Tensor,
-    k_blocks: Tensor,
-    v_blocks: Tensor,
-    block_table: Tensor,
-    indices: Tensor,
-    counts: Tensor,
-    scale: float,
-    with_lse: bool = False,
-) -> Any:
-    """Attend to selected keys, int32 ``[B, Hs, K]`` logical positions, `counts` ``[B, Hs]`` of them; else as the dense form."""
-    lists, counts = indices.contiguous(), counts.contiguous()
-    return _decode(
-        q, k_blocks, v_blocks, scale, with_lse, indices.shape[2], lists=lists, counts=counts, table=block_table
-    )
+    return attend(q, k, v, scale, with_lse, indices.shape[2], lists=lists, counts=counts)

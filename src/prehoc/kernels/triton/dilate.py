@@ -8,16 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prehoc.kernels.triton.topk import rests
+
 # Untuned: chosen by arithmetic, never timed on a GPU.
 KEYS, WARPS = 1024, 8
-_FAR: int = torch.iinfo(torch.int32).max  # later than any number of critical keys
 
 
 @triton.jit
-def _number(x, r):
-    """Return the number of row r, from a column of them or the one that serves all rows."""
+def _number(x, row):
+    """Return the number of a row, from a line of them or the one that serves all rows."""
     if x.dtype.is_ptr():
-        return tl.load(x + r).to(tl.int32)
+        return tl.load(x + row).to(tl.int32)
     else:
         return x
 
@@ -25,13 +26,14 @@ def _number(x, r):
 @triton.jit(do_not_specialize=["first", "start", "best", "critical", "limit", "k", "columns", "sink", "local", "width"])
 def _dilate(
     order,  # int64 [R, k]
-    first,  # each int64 [R] or one number, up to `limit`
+    gate,  # bool [R] or None
+    first,  # each up to `limit` a line of numbers, one for `per_row` heads, or one number
     start,
     best,
     critical,
     limit,
-    entry,  # int32 [R, pitch], filled with _FAR: the number of critical keys from which on a column belongs
-    arrivals,  # int32 [R, k + 1], zeros: columns that each number brings in, when LIMITED
+    entry,  # int32 [R, pitch], room for: the number of critical keys from which on a column belongs
+    arrivals,  # int32 [R, k + 1], room for: columns that each number brings in, when LIMITED
     lists,  # int32 [R, width]
     lengths,  # int32 [R]
     k,
@@ -41,19 +43,30 @@ def _dilate(
     radius,
     width,
     pitch,
+    per_row,
     PER_BEST: tl.constexpr,
     LIMITED: tl.constexpr,
     N: tl.constexpr,
 ):
     """Build one head's list. What is read back after a barrier comes from the L2 cache, where atomics leave it."""
     r = tl.program_id(0).to(tl.int64)
-    lead = _number(first, r)
-    begin = _number(start, r)
-    many = _number(best, r)
-    allowed = _number(critical, r)
+    if rests(gate, r):
+        return
+    row = r // per_row
+    lead = _number(first, row)
+    begin = _number(start, row)
+    many = _number(best, row)
+    allowed = _number(critical, row)
     end = columns - local
     entry += r * pitch
     tile = tl.arange(0, N)
+    for at in range(0, pitch, N):
+        tl.store(entry + at + tile, 2147483647, mask=at + tile < pitch)  # later than any number of critical keys
+    if LIMITED:
+        arrivals += r * (k + 1)
+        for at in range(0, k + 1, N):
+            tl.store(arrivals + at + tile, 0, mask=at + tile <= k)
+    tl.debug_barrier()
     for at in range(0, k, N):
         rank = at + tile + 1
         column = tl.load(order + r * k + at + tile, mask=rank <= k, other=-1).to(tl.int32)
@@ -69,7 +82,6 @@ def _dilate(
             )
     tl.debug_barrier()
     if LIMITED:
-        arrivals += r * (k + 1)
         seen = tl.full([], 0, tl.int32)
         for at in range(0, columns, N):
             j = at + tile
@@ -78,7 +90,7 @@ def _dilate(
             tl.atomic_add(arrivals + arrival, 1, mask=(j < columns) & (arrival <= k) & ~always, sem="relaxed")
             seen += tl.sum((always & (j < columns)).to(tl.int32), 0)
         tl.debug_barrier()
-        most = _number(limit, r)
+        most = _number(limit, row)
         fits = tl.full([], 0, tl.int32)
         for at in range(1, k + 1, N):
             some = tl.load(arrivals + at + tile, mask=at + tile <= k, other=0, cache_modifier=".cg")
@@ -100,6 +112,49 @@ def _dilate(
     tl.store(lengths + r, taken)
 
 
+def build(
+    order: Tensor,
+    gate: Tensor | None,
+    numbers: tuple[Tensor | int, ...],
+    per_row: int,
+    columns: int,
+    sink: int,
+    local: int,
+    radius: int,
+    per_best: int,
+    limited: bool,
+    lists: Tensor,
+    lengths: Tensor,
+) -> None:
+    """Write the lists int32 ``[R, width]`` and lengths int32 ``[R]`` of the heads that `gate`, bool ``[R]``, lets through.
+
+    `numbers` are first, start, best, critical and limit, each a line of one number for `per_row` heads or one number.
+    """
+    (r, k), device = order.shape, order.device
+    pitch = -(-columns // 16) * 16  # rows that begin at a multiple of 16 are read by vectors
+    _dilate[(r,)](
+        order.contiguous(),
+        gate,
+        *(x.contiguous() if isinstance(x, Tensor) else x for x in numbers),
+        torch.empty((r, pitch), dtype=torch.int32, device=device),
+        torch.empty((r, k + 1), dtype=torch.int32, device=device) if limited else None,
+        lists,
+        lengths,
+        k,
+        columns,
+        sink,
+        local,
+        radius,
+        lists.shape[1],
+        pitch,
+        per_row,
+        PER_BEST=per_best,
+        LIMITED=limited,
+        N=KEYS,
+        num_warps=WARPS,
+    )
+
+
 def dilate(
     order: Tensor,
     first: Tensor | int,
@@ -114,32 +169,13 @@ def dilate(
     per_best: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the dilated lists, -1 behind each; as in the reference backend, without trimming them to the longest."""
-    (r, k), device = order.shape, order.device
+    r, k = order.shape
     width = min(columns, sink + local + k + 2 * radius * (min(best, k) if isinstance(best, int) else k))
-    pitch = -(-columns // 16) * 16  # rows that begin at a multiple of 16 are read by vectors
-    entry = torch.full((r, pitch), _FAR, dtype=torch.int32, device=device)
-    arrivals = None if limit is None else torch.zeros((r, k + 1), dtype=torch.int32, device=device)
-    lists = torch.empty((r, width), dtype=torch.int32, device=device)
-    lengths = torch.empty(r, dtype=torch.int32, device=device)
+    lists = torch.empty((r, width), dtype=torch.int32, device=order.device)
+    lengths = lists.new_empty(r)
+    limited = limit is not None
+    numbers = (first, start, best, critical, 0 if limit is None else limit)
     with torch.cuda.device_of(order):
-        _dilate[(r,)](
-            order.contiguous(),
-            *(x.contiguous() if isinstance(x, Tensor) else x for x in (first, start, best, critical)),
-            limit.contiguous() if isinstance(limit, Tensor) else limit or 0,
-            entry,
-            arrivals,
-            lists,
-            lengths,
-            k,
-            columns,
-            sink,
-            local,
-            radius,
-            width,
-            pitch,
-            PER_BEST=per_best or 1 if limit is not None else 1,
-            LIMITED=limit is not None,
-            N=KEYS,
-            num_warps=WARPS,
-        )
+        more = (per_best or 1) if limited else 1
+        build(order, None, numbers, 1, columns, sink, local, radius, more, limited, lists, lengths)
     return lists, lengths

@@ -15,8 +15,9 @@ MAX_HEAD_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED: bool = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter: slow, for tests
 
-# Split-K: one more split while fewer than WAVES programs per multiprocessor run and each split keeps SPLIT_KEYS keys.
-WAVES = 4
+# Split-K: one more split while fewer than WAVES programs per multiprocessor run and each split keeps SPLIT_KEYS keys; where
+# a gate lets most heads rest, the others are split further.
+WAVES, GATED_WAVES = 4, 16
 SPLIT_KEYS = 256
 MAX_SPLITS = 64
 
@@ -46,9 +47,9 @@ def padded(size: int, least: int = 1) -> int:
     return max(int(triton.next_power_of_2(size)), least)
 
 
-def splits(keys: int, programs: int, device: torch.device) -> int:
+def splits(keys: int, programs: int, device: torch.device, waves: int = WAVES) -> int:
     """Return in how many parts at most `keys` keys are read by `programs` heads, from shapes alone."""
-    fill = -(-WAVES * _processors(device) // programs)
+    fill = -(-waves * _processors(device) // programs)
     return max(1, min(fill, -(-keys // SPLIT_KEYS), MAX_SPLITS))
 
 
@@ -59,25 +60,25 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def per_row(first: tuple[int, ...], start: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int32 ``[2, B]`` on the device: each row's first real column and first column of its range.
+def per_row(device: torch.device, *lines: tuple[int, ...]) -> Tensor:
+    """Return int32 ``[lines, B]`` on the device: numbers that the host knows of each row, such as its first real column.
 
     The copy comes from pinned memory and is kept, so that equal numbers are sent once; a graph that is being captured gets
     its own tensor, filled by kernels that carry the numbers.
     """
     if device.type != "cuda":
-        return torch.tensor((first, start), dtype=torch.int32, device=device)
+        return torch.tensor(lines, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
-        out = torch.empty((2, len(first)), dtype=torch.int32, device=device)
-        for line, values in zip(out, (first, start), strict=True):
+        out = torch.empty((len(lines), len(lines[0])), dtype=torch.int32, device=device)
+        for line, values in zip(out, lines, strict=True):
             line.fill_(values[0])
             for row in (row for row, value in enumerate(values) if value != values[0]):
                 line[row : row + 1].fill_(values[row])
         return out
-    return _sent(first, start, device, torch.cuda.current_stream(device).cuda_stream)
+    return _sent(lines, device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.lru_cache(maxsize=128)
-def _sent(first: tuple[int, ...], start: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+def _sent(lines: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     # the stream is part of the key: on another one nothing would order the copy before its use
-    return torch.tensor((first, start), dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+    return torch.tensor(lines, dtype=torch.int32).pin_memory().to(device, non_blocking=True)

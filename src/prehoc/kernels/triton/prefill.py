@@ -42,7 +42,7 @@ def _prefill(
     k,  # [B, Hkv, n, D]
     v,  # [B, Hkv, n, Dv]
     out,  # [B, H, T, Dv], contiguous
-    rows,  # int32 [2, B]: first
+    rows,  # int32 [1, B]: first
     hidden,  # int32 [n + 1]: keys hidden from a query that sees t, when WINDOWED
     tokens,
     columns,
@@ -145,7 +145,7 @@ def prefill_window(
             k,
             v,
             out,
-            launch.per_row(first, first, q.device),
+            launch.per_row(q.device, first),
             table,
             tokens,
             n,

@@ -1,13 +1,14 @@
-"""Exact retrieval on the device: score the middle, put a group on one scale, select by radix, order.
+"""Exact retrieval on the device: score the middle, put a group on one scale, take the best.
 
-Four kernels. `_score` reads every key once, for all query heads that share it, and keeps float32 logits, one row a query head,
-with each split's share of the LSE. `_relate` turns a group's logits into one row of integers that order like the scores.
-`_select` finds the k-th largest of a row, eight bits a pass, and collects what lies above it. `_order` sorts these few.
-A group of one needs no LSE: `_score` writes the integers at once.
+`_score` reads every key once, for all query heads that share it, and keeps float32 logits, one row a query head, with each
+split's share of the LSE; `_relate` turns a group's logits into one row of integers that order like the scores. A group of one
+needs no LSE: `_score` writes the integers at once.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 import triton
@@ -18,18 +19,10 @@ from prehoc.kernels.host import group_queries
 from prehoc.kernels.reference import Retrieval
 from prehoc.kernels.triton import launch
 from prehoc.kernels.triton.decode import DOT_ROWS, STAGES, WARPS, dots, tile_keys
+from prehoc.kernels.triton.topk import begin, best, flat, ordered, rests
 
 # Untuned: chosen by arithmetic, never timed on a GPU.
 RELATE_KEYS, RELATE_WARPS = 512, 4
-SELECT_KEYS, SELECT_WARPS = 2048, 8
-SORT_KEYS, SORT_WARPS = 2048, 8  # longer lists are sorted by torch
-
-
-@triton.jit
-def _ordered(score):
-    """Return int32 whose bits, read as unsigned numbers, order like the float32 scores; both zeros are alike."""
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits ^ -2147483648)
 
 
 @triton.jit(do_not_specialize=["columns", "sink", "local"])
@@ -37,6 +30,7 @@ def _score(
     q,  # [B, H, D], contiguous
     k,  # [B, Hkv, n, D]
     heads,  # int64 [R] or None
+    gate,  # bool [R] or None
     rows,  # int32 [2, B]: first and start
     logits,  # float32 [R, G, width], when STATS
     sums,  # float32 [3, R, G, splits]: largest logit, sum of exponentials, and its part outside the middle, when STATS
@@ -55,7 +49,6 @@ def _score(
     k_d,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    HEADS: tl.constexpr,
     STATS: tl.constexpr,
     UPCAST: tl.constexpr,
     G_PAD: tl.constexpr,
@@ -64,9 +57,11 @@ def _score(
 ):
     """Score one split of one head's keys."""
     r = tl.program_id(0).to(tl.int64)
+    if rests(gate, r):
+        return
     split = tl.program_id(1)
     parts = tl.num_programs(1)
-    pair = tl.load(heads + r) if HEADS else r
+    pair = flat(heads, r)
     row = pair // (kv_heads * heads_per_kv)
     kv = (pair % (kv_heads * heads_per_kv)) // heads_per_kv
     first = tl.load(rows + row)
@@ -116,7 +111,7 @@ def _score(
             beside = beside * shrink + tl.sum(tl.where(middle[None, :], 0.0, weights), 1)
             most = higher
         else:
-            tl.store(bits + line[:, None] + (column - start)[None, :], _ordered(logit), mask=middle[None, :])
+            tl.store(bits + line[:, None] + (column - start)[None, :], ordered(logit), mask=middle[None, :])
     if STATS:
         plane = tl.num_programs(0).to(tl.int64) * GROUP * parts
         place = sums + (r * GROUP + g) * parts + split
@@ -132,6 +127,7 @@ def _relate(
     bits,
     lse,  # float32 [R, G]
     outside,  # float32 [R, G]: the weight of sinks and local keys
+    gate,  # bool [R] or None
     width,
     parts,
     GROUP: tl.constexpr,
@@ -142,6 +138,8 @@ def _relate(
 ):
     """Merge a head's LSE and turn one tile of its group's logits into one row of ordered scores."""
     r = tl.program_id(0).to(tl.int64)
+    if rests(gate, r):
+        return
     g = tl.arange(0, G_PAD)
     s = tl.arange(0, S_PAD)
     plane = tl.num_programs(0).to(tl.int64) * GROUP * parts
@@ -169,65 +167,105 @@ def _relate(
     if MEAN:
         peak = tl.where(score == float("-inf"), 0.0, score)
         score = peak + tl.log(tl.sum(tl.exp(relative - peak[None, :]), 0))
-    tl.store(bits + r * width + j, _ordered(score), mask=j < width)
+    tl.store(bits + r * width + j, ordered(score), mask=j < width)
 
 
-@triton.jit(do_not_specialize=["columns", "local", "topk"])
-def _select(
-    bits, heads, rows, chosen, columns, local, width, topk, batch, per_row, HEADS: tl.constexpr, N: tl.constexpr
-):
-    """Collect one row's `topk` largest scores with their positions, of equal ones the first, in order of position."""
-    r = tl.program_id(0).to(tl.int64)
-    pair = tl.load(heads + r) if HEADS else r
-    count = tl.maximum(columns - local - tl.load(rows + batch + pair // per_row), 0)
-    need = tl.minimum(count, topk)
-    room = tl.cdiv(count, 16) * 16  # whole vectors; what lies behind the count is masked when it is used
-    line = bits + r * width
-    bins = tl.arange(0, 256)
-    limit = tl.full([], 0, tl.uint32)  # the k-th largest score, found from its high bits down
-    wanted = need  # how many of the scores that share these bits
-    for shift in tl.static_range(24, -1, -8):
-        histogram = tl.zeros([256], tl.int32)
-        for at in range(0, count, N):
-            j = at + tl.arange(0, N)
-            score = tl.load(line + j, mask=j < room, other=0).to(tl.uint32, bitcast=True)
-            alike = j < count
-            if shift < 24:
-                alike = alike & ((score >> (shift + 8)) == (limit >> (shift + 8)))
-            histogram += tl.histogram(((score >> shift) & 255).to(tl.int32), 256, mask=alike)
-        reached = tl.cumsum(histogram, 0, reverse=True)  # scores with this digit or a higher one
-        above = reached - histogram
-        found = (above < wanted) & (reached >= wanted)
-        limit = limit | (tl.sum(tl.where(found, bins, 0), 0).to(tl.uint32) << shift)
-        wanted -= tl.sum(tl.where(found, above, 0), 0)
-    taken = tl.full([], 0, tl.int32)
-    equals = tl.full([], 0, tl.int32)
-    for at in range(0, count, N):
-        j = at + tl.arange(0, N)
-        score = tl.load(line + j, mask=j < room, other=0).to(tl.uint32, bitcast=True)
-        equal = ((score == limit) & (j < count)).to(tl.int32)
-        take = (score > limit) & (j < count)
-        take = (take | ((equal == 1) & (equals + tl.cumsum(equal, 0) <= wanted))).to(tl.int32)
-        slot = taken + tl.cumsum(take, 0) - 1
-        # one number that sorts by score, then by lower position
-        packed = (score.to(tl.int64) << 31) | (2147483647 - j).to(tl.int64)
-        tl.store(chosen + r * topk + slot, packed, mask=(take == 1) & (slot < need))
-        taken += tl.sum(take, 0)
-        equals += tl.sum(equal, 0)
+@dataclasses.dataclass
+class Scores:
+    """The scored middle of R heads.
+
+    Parameters
+    ----------
+    bits : Tensor
+        int32 ``[R, width]``, scores as `prehoc.kernels.triton.topk.ordered` returns them, by position in the middle.
+    logits : Tensor or None
+        float32 ``[R, G, width]``; this and the next two only where an LSE was asked for or needed.
+    lse : Tensor or None
+        float32 ``[R, G]``.
+    base : Tensor or None
+        float32 ``[R, G]``, the weight of sinks and local keys.
+    """
+
+    bits: Tensor
+    logits: Tensor | None = None
+    lse: Tensor | None = None
+    base: Tensor | None = None
 
 
-@triton.jit(do_not_specialize=["columns", "local", "topk"])
-def _order(chosen, heads, rows, order, columns, local, topk, batch, per_row, HEADS: tl.constexpr, K_PAD: tl.constexpr):
-    """Sort what was collected, best first, and write its columns, -1 behind them."""
-    r = tl.program_id(0).to(tl.int64)
-    pair = tl.load(heads + r) if HEADS else r
-    start = tl.load(rows + batch + pair // per_row)
-    need = tl.minimum(tl.maximum(columns - local - start, 0), topk)
-    j = tl.arange(0, K_PAD)
-    packed = tl.load(chosen + r * topk + j, mask=j < need, other=-1)
-    packed = tl.sort(packed, descending=True)
-    column = start + (2147483647 - (packed & 2147483647))
-    tl.store(order + r * topk + j, tl.where(j < need, column, -1), mask=j < topk)
+def score(
+    q: Tensor,
+    k: Tensor,
+    heads: Tensor | None,
+    gate: Tensor | None,
+    rows: Tensor,
+    selection_heads: int,
+    sink: int,
+    local: int,
+    least: int,
+    scale: float,
+    stats: bool,
+    mean: bool,
+) -> Scores:
+    """Score the middle of the chosen heads; `rows` holds first and start, `least` is the least start, the rest as in `retrieve`.
+
+    With `gate`, bool ``[R]``, heads that it leaves out are not read, and their rows hold nothing of value.
+    """
+    (b, h, d), (_, hkv, n, _) = q.shape, k.shape
+    group = h // selection_heads
+    r = b * selection_heads if heads is None else heads.numel()
+    width = -(-(n - local - least) // 16) * 16  # rows that begin at a multiple of 16 are read by vectors
+    parts = launch.splits(n - least + sink, r, q.device, launch.WAVES if gate is None else launch.GATED_WAVES)
+    out, sums = Scores(torch.empty((r, width), dtype=torch.int32, device=q.device)), None
+    if stats:
+        out.logits = q.new_empty((r, group, width), dtype=torch.float32)
+        sums = q.new_empty((3, r, group, parts), dtype=torch.float32)
+        out.lse, out.base = q.new_empty((2, r, group), dtype=torch.float32)
+    _score[(r, parts)](
+        q,
+        k,
+        heads,
+        gate,
+        rows,
+        out.logits,
+        sums,
+        out.bits,
+        n,
+        sink,
+        local,
+        width,
+        scale,
+        rows.shape[1],
+        hkv,
+        selection_heads // hkv,
+        *k.stride(),
+        GROUP=group,
+        D=d,
+        STATS=stats,
+        UPCAST=launch.INTERPRETED,
+        G_PAD=1 if group == 1 else launch.padded(group, DOT_ROWS),
+        D_PAD=launch.padded(d, 16),
+        N=tile_keys(d, k.element_size()),
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    if stats:
+        _relate[(r, triton.cdiv(width, RELATE_KEYS))](
+            out.logits,
+            sums,
+            out.bits,
+            out.lse,
+            out.base,
+            gate,
+            width,
+            parts,
+            GROUP=group,
+            MEAN=mean,
+            G_PAD=launch.padded(group),
+            S_PAD=launch.padded(parts),
+            N=RELATE_KEYS,
+            num_warps=RELATE_WARPS,
+        )
+    return out
 
 
 def retrieve(
@@ -246,132 +284,38 @@ def retrieve(
 ) -> Retrieval:
     """Score the middle of each chosen head exactly and return its best keys; as in the reference backend."""
     launch.check(q, k)
-    group = group_queries(q.contiguous(), selection_heads, k.shape[1]).shape[2]
-    (b, _, d), (_, hkv, n, _), device = q.shape, k.shape, q.device
-    r = b * selection_heads if heads is None else heads.numel()
-    width = max(n - local - min(start), 0)
-    topk = min(topk, width)
-    order = torch.empty((r, topk), dtype=torch.int64, device=device)
+    q, group = q.contiguous(), group_queries(q, selection_heads, k.shape[1]).shape[2]
+    r = q.shape[0] * selection_heads if heads is None else heads.numel()
+    end = k.shape[2] - local
+    topk = min(topk, max(end - min(start), 0))
     if r == 0 or topk == 0:
-        return _empty(order, group, q) if with_mass else Retrieval(order)
-    width = -(-width // 16) * 16  # rows that begin at a multiple of 16 are read by vectors
-    stats = group > 1 or with_mass
-    rows = launch.per_row(first, start, device)
+        order = torch.empty((r, topk), dtype=torch.int64, device=q.device)
+        none, every = (
+            order.new_empty((r, group, 0), dtype=torch.float32),
+            order.new_ones((r, group), dtype=torch.float32),
+        )
+        return Retrieval(order, none, every) if with_mass else Retrieval(order)
     chosen = None if heads is None else heads.contiguous()
-    parts = launch.splits(n - min(start) + sink, r, device)
-    numbers = torch.empty((r, width), dtype=torch.int32, device=device)
-    logits = sums = lse = base = None
-    if stats:
-        logits = torch.empty((r, group, width), dtype=torch.float32, device=device)
-        sums = torch.empty((3, r, group, parts), dtype=torch.float32, device=device)
-        lse, base = torch.empty((2, r, group), dtype=torch.float32, device=device)
-    given = {"HEADS": heads is not None}
+    rows = launch.per_row(q.device, first, start)
     with torch.cuda.device_of(q):
-        _score[(r, parts)](
-            q.contiguous(),
+        found = score(
+            q,
             k,
             chosen,
+            None,
             rows,
-            logits,
-            sums,
-            numbers,
-            n,
+            selection_heads,
             sink,
             local,
-            width,
+            min(start),
             scale,
-            b,
-            hkv,
-            selection_heads // hkv,
-            *k.stride(),
-            GROUP=group,
-            D=d,
-            STATS=stats,
-            UPCAST=launch.INTERPRETED,
-            G_PAD=1 if group == 1 else launch.padded(group, DOT_ROWS),
-            D_PAD=launch.padded(d, 16),
-            N=tile_keys(d, k.element_size()),
-            num_warps=WARPS,
-            num_stages=STAGES,
-            **given,
+            stats=group > 1 or with_mass,
+            mean=reduce == "mean",
         )
-        if stats:
-            _relate[(r, triton.cdiv(width, RELATE_KEYS))](
-                logits,
-                sums,
-                numbers,
-                lse,
-                base,
-                width,
-                parts,
-                GROUP=group,
-                MEAN=reduce == "mean",
-                G_PAD=launch.padded(group),
-                S_PAD=launch.padded(parts),
-                N=RELATE_KEYS,
-                num_warps=RELATE_WARPS,
-            )
-        sorts = topk <= SORT_KEYS
-        best = torch.empty((r, topk), dtype=torch.int64, device=device) if sorts else order.new_full((r, topk), -1)
-        _select[(r,)](
-            numbers,
-            chosen,
-            rows,
-            best,
-            n,
-            local,
-            width,
-            topk,
-            b,
-            selection_heads,
-            N=SELECT_KEYS,
-            num_warps=SELECT_WARPS,
-            **given,
-        )
-        if sorts:
-            _order[(r,)](
-                best,
-                chosen,
-                rows,
-                order,
-                n,
-                local,
-                topk,
-                b,
-                selection_heads,
-                K_PAD=launch.padded(topk),
-                num_warps=SORT_WARPS,
-                **given,
-            )
-        else:
-            order = _sorted(best, chosen, rows, selection_heads)
+        order = best(found.bits, rows[1], chosen, None, selection_heads, end, topk)
     if not with_mass:
         return Retrieval(order)
-    assert logits is not None and lse is not None and base is not None
-    return Retrieval(order, _weights(logits, lse, order, chosen, rows, selection_heads), base)
-
-
-def _begin(heads: Tensor | None, rows: Tensor, r: int, per_row: int) -> Tensor:
-    """Return int32 ``[R, 1]``: the first column of each head's middle."""
-    pairs = torch.arange(r, device=rows.device) if heads is None else heads
-    return rows[1][pairs // per_row][:, None]
-
-
-def _sorted(best: Tensor, heads: Tensor | None, rows: Tensor, per_row: int) -> Tensor:
-    """Do what `_order` does, for lists that are too long for one tile."""
-    packed = torch.sort(best, dim=1, descending=True).values
-    column = _begin(heads, rows, best.shape[0], per_row) + (2147483647 - (packed & 2147483647))
-    return torch.where(packed >= 0, column, -1)
-
-
-def _weights(logits: Tensor, lse: Tensor, order: Tensor, heads: Tensor | None, rows: Tensor, per_row: int) -> Tensor:
-    """Return float32 ``[R, G, k]``: the attention weights of the ranked keys; zero behind the end of a list."""
-    r, group, _ = logits.shape
-    position = (order - _begin(heads, rows, r, per_row)).clamp(min=0)[:, None].expand(-1, group, -1)
-    weights = torch.exp(logits.gather(2, position) - lse[..., None])
-    return torch.where((order >= 0)[:, None], weights, 0.0)
-
-
-def _empty(order: Tensor, group: int, q: Tensor) -> Retrieval:
-    nothing = q.new_empty((order.shape[0], group, 0), dtype=torch.float32)
-    return Retrieval(order, nothing, q.new_ones((order.shape[0], group), dtype=torch.float32))
+    assert found.logits is not None and found.lse is not None
+    position = (order - begin(rows[1], chosen, r, selection_heads)).clamp(min=0)[:, None].expand(-1, group, -1)
+    weights = torch.exp(found.logits.gather(2, position) - found.lse[..., None])  # [R, G, k]
+    return Retrieval(order, torch.where((order >= 0)[:, None], weights, 0.0), found.base)
