@@ -79,6 +79,8 @@ def _decode(
         _pointer(k),
         _pointer(v),
         _strides(k, v),
+        None,
+        _numbers((0, 0)),
         sizes,
         _numbers(first),
         _numbers(start),
@@ -137,10 +139,13 @@ def retrieve(
         _pointer(scaled),
         _pointer(k),
         _strides(k),
+        None,
+        _numbers((0, 0)),
         _numbers(tuple(int(x) for x in sizes)),
         _pointer(chosen),
         _numbers(first),
         _numbers(start),
+        None,
         _pointer(order),
     )
     return Retrieval(order)

@@ -5,97 +5,118 @@
 
 #include <omp.h>
 
-#include "simd.h"
+#include "rows.h"
+#include "tiles.h"
 
 namespace prehoc {
-
-constexpr int64_t kAhead = 12;  // keys between a prefetch and its use
 
 // running softmax of G queries: largest logit, sum of exponentials, weighted sum of values
 struct Partial {
     float* largest;  // [G]
     float* sum;      // [G]
-    float* values;   // [G, Dv]
+    float* values;   // [G, padded Dv], in the order of the chunks
 };
 
-// add a block of keys: scores [G, kBlock] become weights
-template <class T>
-inline void absorb(float* scores, int64_t count, const T* const* rows, int64_t groups, int64_t dim, Partial part) {
+// scores [G, kBlock] of a block of keys become weights, what was summed before shrinks to the new largest logit
+inline void soften(float* scores, int64_t count, int64_t groups, int64_t size, Partial part) {
+    const int64_t wide = round_up(count, kLanes);
     for (int64_t g = 0; g < groups; ++g) {
         float* s = scores + g * kBlock;
-        const float top = largest(s, count, part.largest[g]);
+        std::fill(s + count, s + wide, kNever);
+        const float top = largest(s, wide, part.largest[g]);
         if (top == kNever) {
-            std::fill_n(s, count, 0.0f);
+            std::fill_n(s, wide, 0.0f);
             continue;
         }
-        const float shrink = std::exp(part.largest[g] - top);
-        if (shrink != 1.0f) {
+        if (top > part.largest[g]) {
+            const float shrink = std::exp(part.largest[g] - top);
             part.sum[g] *= shrink;
-            float* acc = part.values + g * dim;
-#pragma omp simd
-            for (int64_t d = 0; d < dim; ++d) acc[d] *= shrink;
+            float* acc = part.values + g * size;
+            for (int64_t i = 0; i < size; i += kLanes) store(acc + i, load(acc + i) * shrink);
         }
         part.largest[g] = top;
-        part.sum[g] += exponentials(s, count, top);
+        vec all{};
+        for (int64_t j = 0; j < wide; j += kLanes) {
+            const vec e = exponential(load(s + j) - top);
+            store(s + j, e);
+            all += e;
+        }
+        part.sum[g] += sum(all);
     }
-    float* acc = part.values;
-    for (; groups >= 4; groups -= 4, scores += 4 * kBlock, acc += 4 * dim) weigh<4>(scores, rows, count, dim, acc);
-    if (groups == 3) weigh<3>(scores, rows, count, dim, acc);
-    if (groups == 2) weigh<2>(scores, rows, count, dim, acc);
-    if (groups == 1) weigh<1>(scores, rows, count, dim, acc);
 }
 
-// attend the keys column(j), j in [begin, end), of one selection head
-template <class T, class Column>
-void attend(const float* q, const T* k, const T* v, const Cache& c, int64_t groups, int64_t dim, int64_t dim_v,
-            int64_t begin, int64_t end, Column column, Partial part) {
-    std::vector<float> scores(groups * kBlock);
-    const T* rows[kBlock];
-    constexpr int64_t line = 64 / sizeof(T);
-    for (int64_t at = begin; at < end; at += kBlock) {
-        const int64_t count = std::min(kBlock, end - at);
+// the columns that one head reads, in order: a list, or `lead` columns from `origin` on and then all from `begin` on
+struct Columns {
+    const int32_t* list;
+    int64_t lead, origin, begin;
+    int64_t operator()(int64_t j) const { return list ? list[j] : j < lead ? origin + j : begin + j - lead; }
+};
+
+// attend the keys column(j), j in [begin, end), of one selection head; while a block's keys are scored its values are fetched,
+// while its values are weighed the next block's keys
+template <class T, class Dim>
+void attend(const float* q, const Head<T>& head, int64_t groups, Dim dim, Dim dim_v, int64_t begin, int64_t end, Columns column,
+            Partial part) {
+    if (begin >= end) return;
+    std::vector<float> scores(groups * kBlock), query(groups * padded<T>(dim));
+    arrange<T>(q, groups, dim, query.data());
+    Rows<T> keys[2] = {Rows<T>(dim), Rows<T>(dim)}, values[2] = {Rows<T>(dim_v), Rows<T>(dim_v)};
+    const auto find = [&](int64_t at, int64_t count, Rows<T>& k, Rows<T>& v) {
         for (int64_t j = 0; j < count; ++j) {
             const int64_t col = column(at + j);
-            rows[j] = v + col * c.v_col;
-            if (at + j + kAhead < end) {
-                const T* next = k + column(at + j + kAhead) * c.k_col;
-                for (int64_t d = 0; d < dim; d += line) __builtin_prefetch(next + d);
-            }
-            for (int64_t d = 0; d < dim_v; d += line) __builtin_prefetch(rows[j] + d);  // read after this block's scores
-            dots(k + col * c.k_col, q, groups, dim, scores.data() + j, kBlock);
+            k.at[j] = head.key(col);
+            v.at[j] = head.value(col);
         }
-        absorb(scores.data(), count, rows, groups, dim_v, part);
+        k.finish(count, dim);
+        v.finish(count, dim_v);
+    };
+    find(begin, std::min(kBlock, end - begin), keys[0], values[0]);
+    for (int64_t at = begin, turn = 0; at < end; at += kBlock, turn ^= 1) {
+        const int64_t count = std::min(kBlock, end - at), follow = std::min(kBlock, end - at - kBlock);
+        const T *const *k = keys[turn].at, *const *v = values[turn].at, *const *next = v;
+        const auto run = [&](auto wide_k, auto wide_v) {
+            score<true>(k, v, count, query.data(), groups, wide_k, scores.data(), kBlock);
+            soften(scores.data(), count, groups, padded<T>(dim_v), part);
+            if (follow > 0) {
+                find(at + kBlock, follow, keys[turn ^ 1], values[turn ^ 1]);
+                next = keys[turn ^ 1].at;
+            }
+            weigh<true>(scores.data(), v, next, count, groups, wide_v, part.values);
+        };
+        if constexpr (std::is_same_v<Dim, int64_t>)
+            run(std::max<int64_t>(dim, Chunk<T>::width), std::max<int64_t>(dim_v, Chunk<T>::width));
+        else run(dim, dim_v);
     }
 }
 
 struct Buffers {
     std::vector<float> data;
-    int64_t groups, dim;
-    Buffers(int64_t tasks, int64_t g, int64_t d) : data(tasks * g * (d + 2)), groups(g), dim(d) {
+    int64_t groups, size;  // size: padded Dv
+    Buffers(int64_t tasks, int64_t g, int64_t d) : data(tasks * g * (d + 2)), groups(g), size(d) {
         for (int64_t t = 0; t < tasks; ++t) std::fill_n(at(t).largest, g, kNever);
     }
     Partial at(int64_t task) {
-        float* p = data.data() + task * groups * (dim + 2);
+        float* p = data.data() + task * groups * (size + 2);
         return {p, p + groups, p + 2 * groups};
     }
 };
 
 // merge the partial softmaxes [first, last) of one head into out [G, Dv] and lse [G]
-inline void merge(Buffers& parts, int64_t first, int64_t last, float* out, float* lse) {
+template <class T>
+void merge(Buffers& parts, int64_t first, int64_t last, int64_t dim_v, float* out, float* lse) {
+    std::vector<float> all(parts.size);
     for (int64_t g = 0; g < parts.groups; ++g) {
-        float top = kNever;
+        float top = kNever, total = 0.0f;
         for (int64_t t = first; t < last; ++t) top = std::max(top, parts.at(t).largest[g]);
-        float total = 0.0f;
-        float* target = out + g * parts.dim;
-        std::fill_n(target, parts.dim, 0.0f);
+        std::fill(all.begin(), all.end(), 0.0f);
         for (int64_t t = first; t < last; ++t) {
             const Partial p = parts.at(t);
             if (p.largest[g] == kNever) continue;
             const float w = std::exp(p.largest[g] - top);
             total += w * p.sum[g];
-            for (int64_t d = 0; d < parts.dim; ++d) target[d] += w * p.values[g * parts.dim + d];
+            for (int64_t d = 0; d < parts.size; ++d) all[d] += w * p.values[g * parts.size + d];
         }
-        for (int64_t d = 0; d < parts.dim; ++d) target[d] = total > 0 ? target[d] / total : 0.0f;
+        rearrange<T>(all.data(), dim_v, total > 0 ? 1.0f / total : 0.0f, out + g * dim_v);
         lse[g] = top + std::log(total);
     }
 }
@@ -107,32 +128,26 @@ void decode(const float* q, const Cache& c, int64_t b, int64_t hkv, int64_t head
     const int64_t pairs = b * heads, threads = omp_get_max_threads();
     // one head's keys: a list, or sinks and a range; long ones are split so that every thread has work
     const int64_t longest = indices ? width : n;
-    const int64_t wanted = (2 * threads + pairs - 1) / pairs;
+    const int64_t wanted = (4 * threads + pairs - 1) / pairs;
     const int64_t splits = std::max<int64_t>(1, std::min(wanted, longest / kSplit));
-    Buffers parts(pairs * splits, groups, dim_v);
+    Buffers parts(pairs * splits, groups, padded<T>(dim_v));
+    with_size(dim == dim_v ? dim : 0, [&](auto constant) {
+        using Dim = decltype(constant);
 #pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t task = 0; task < pairs * splits; ++task) {
-        const int64_t pair = task / splits, piece = task % splits, row = pair / heads, head = pair % heads;
-        const int64_t kv = head / (heads / hkv);
-        const T* k = static_cast<const T*>(c.k) + row * c.k_row + kv * c.k_head;
-        const T* v = static_cast<const T*>(c.v) + row * c.v_row + kv * c.v_head;
-        const float* query = q + pair * groups * dim;
-        if (indices) {
-            const int32_t* list = indices + pair * width;
-            const int64_t count = lengths[pair];
-            attend<T>(query, k, v, c, groups, dim, dim_v, count * piece / splits, count * (piece + 1) / splits,
-                      [list](int64_t j) { return int64_t(list[j]); }, parts.at(task));
-        } else {
-            const int64_t lead = start[row] > first[row] + sink ? sink : 0;
-            const int64_t begin = lead ? start[row] : (start[row] > first[row] + sink ? start[row] : first[row]);
-            const int64_t count = lead + n - begin;
-            const int64_t origin = first[row];
-            attend<T>(query, k, v, c, groups, dim, dim_v, count * piece / splits, count * (piece + 1) / splits,
-                      [=](int64_t j) { return j < lead ? origin + j : begin + j - lead; }, parts.at(task));
+        for (int64_t task = 0; task < pairs * splits; ++task) {
+            const int64_t pair = task / splits, piece = task % splits, row = pair / heads;
+            Columns columns{indices ? indices + pair * width : nullptr, 0, first[row], first[row]};
+            int64_t count = indices ? lengths[pair] : 0;
+            if (!indices) {
+                if (start[row] > first[row] + sink) columns.lead = sink, columns.begin = start[row];
+                count = columns.lead + (lengths ? lengths[row] : n) - columns.begin;
+            }
+            attend<T, Dim>(q + pair * groups * dim, Head<T>(c, row, pair % heads / (heads / hkv)), groups, size_as<Dim>(dim), size_as<Dim>(dim_v),
+                           count * piece / splits, count * (piece + 1) / splits, columns, parts.at(task));
         }
-    }
+    });
     for (int64_t pair = 0; pair < pairs; ++pair)
-        merge(parts, pair * splits, (pair + 1) * splits, out + pair * groups * dim_v, lse + pair * groups);
+        merge<T>(parts, pair * splits, (pair + 1) * splits, dim_v, out + pair * groups * dim_v, lse + pair * groups);
 }
 
 }  // namespace prehoc

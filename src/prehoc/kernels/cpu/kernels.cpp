@@ -1,10 +1,12 @@
 // The doors of the CPU kernels for Python: raw pointers, no torch headers. Storage is float, bfloat16 or float16; sums are float32.
-// Shapes: q [B, H, D] contiguous float32 (already scaled); k, v [B, Hkv, n, D] with strides in elements and unit stride in D.
+// Shapes: q [B, H, D] contiguous float32 (already scaled); k, v [B, Hkv, n, D] with strides in elements and unit stride in D, or
+// with a block table [B, width] their blocks [NB, Hkv, block, D]; pages = (table width, block).
 
 #include "cis.h"
 #include "decode.h"
 #include "dilate.h"
 #include "retrieve.h"
+#include "stream.h"
 
 using namespace prehoc;
 
@@ -12,22 +14,25 @@ extern "C" {
 
 int prehoc_threads() { return omp_get_max_threads(); }
 
-void prehoc_decode(int type, const float* q, const void* k, const void* v, const int64_t* strides, const int64_t* sizes,
-                   const int64_t* first, const int64_t* start, const int32_t* indices, const int32_t* lengths, float* out,
-                   float* lse) {
-    const Cache c{k, v, strides[0], strides[1], strides[2], strides[3], strides[4], strides[5]};
+float prehoc_stream(const float* x, int64_t count) { return stream(x, count); }
+
+void prehoc_decode(int type, const float* q, const void* k, const void* v, const int64_t* strides, const int32_t* table,
+                   const int64_t* pages, const int64_t* sizes, const int64_t* first, const int64_t* start, const int32_t* indices,
+                   const int32_t* lengths, float* out, float* lse) {
+    const Cache c{k, v, strides[0], strides[1], strides[2], strides[3], strides[4], strides[5], table, pages[0], pages[1]};
     with_type(type, [&](auto t) {
         decode<decltype(t)>(q, c, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], first, start, sizes[6],
                             sizes[7], indices, lengths, sizes[8], out, lse);
     });
 }
 
-void prehoc_retrieve(int type, const float* q, const void* k, const int64_t* strides, const int64_t* sizes,
-                     const int64_t* chosen, const int64_t* first, const int64_t* start, int64_t* order) {
-    const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0};
+void prehoc_retrieve(int type, const float* q, const void* k, const int64_t* strides, const int32_t* table, const int64_t* pages,
+                     const int64_t* sizes, const int64_t* chosen, const int64_t* first, const int64_t* start, const int32_t* ends,
+                     int64_t* order) {
+    const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0, table, pages[0], pages[1]};
     with_type(type, [&](auto t) {
-        retrieve<decltype(t)>(q, c, chosen, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], first, start, sizes[5],
-                              sizes[6], sizes[7], sizes[8], sizes[9] != 0, sizes[10] != 0, order);
+        retrieve<decltype(t)>(q, c, chosen, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], first, start, sizes[5], sizes[6],
+                              sizes[7], sizes[8], sizes[9] != 0, sizes[10] != 0, order, ends);
     });
 }
 

@@ -1,4 +1,4 @@
-// What every kernel shares: sixteen floats at a time, loads that widen to float32, exp, dot products, weighted sums.
+// What every kernel shares: loads that widen to float32, exp, tiles of dot products, weighted sums.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,163 +18,206 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr int64_t kBlock = 64;   // keys whose scores are kept between the two passes of online softmax
 constexpr int64_t kSplit = 512;  // least keys worth a task of their own
 
-// sixteen floats: one register with AVX-512, two with AVX2, four with NEON; the compiler splits them
-typedef float v16 __attribute__((vector_size(64)));
-typedef float v16u __attribute__((vector_size(64), aligned(4)));
-typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
-typedef uint16_t h16u __attribute__((vector_size(32), aligned(2)));
+// one register of floats; GCC makes poor code of vectors that are wider than a register
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kHeld = 24;  // sums that stay in registers beside what they are made of
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+constexpr int kHeld = 12;
+#else
+constexpr int kLanes = 4;
+constexpr int kHeld = 16;
+#endif
+typedef float vec __attribute__((vector_size(4 * kLanes)));
+typedef float vecu __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t uvec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t uvecu __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
-inline v16 splat(float x) { return v16{} + x; }
+// f(0) ... f(N - 1) with constant arguments: arrays that are indexed by them live in registers
+template <class F, int... I>
+__attribute__((always_inline)) inline void unrolled(F f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, class F>
+__attribute__((always_inline)) inline void unroll(F f) { unrolled(f, std::make_integer_sequence<int, N>()); }
+#define PREHOC_INLINE __attribute__((always_inline))
 
-inline v16 load16(const float* p) { return *reinterpret_cast<const v16u*>(p); }
-inline v16 load16(const bf16* p) {
-    const h16u narrow = *reinterpret_cast<const h16u*>(p);
-    return reinterpret_cast<v16>(__builtin_convertvector(narrow, u16v) << 16);
-}
-inline float load1(float x) { return x; }
-inline float load1(bf16 x) {
-    const uint32_t wide = uint32_t(x.bits) << 16;
-    float out;
-    std::memcpy(&out, &wide, 4);
-    return out;
-}
-inline float load1(fp16 x) {
+inline vec splat(float x) { return vec{} + x; }
+inline vec load(const float* p) { return *reinterpret_cast<const vecu*>(p); }
+inline void store(float* p, vec x) { *reinterpret_cast<vecu*>(p) = x; }
+constexpr int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+inline float widen(fp16 x) {
     _Float16 half;
     std::memcpy(&half, &x.bits, 2);
     return float(half);
 }
-inline v16 load16(const fp16* p) {
+
+// How a row is read: chunks of `width` elements, each as `parts` registers. The last chunk of a row ends with the row and overlaps
+// the one before it; rows shorter than a chunk must be copied. element(part, lane) is the place inside the chunk.
+template <class T>
+struct Chunk;
+
+template <>
+struct Chunk<float> {
+    static constexpr int parts = 1, width = kLanes;
+    static int element(int, int lane) { return lane; }
+    static void read(const float* p, vec* x) { x[0] = load(p); }
+};
+
+template <>
+struct Chunk<fp16> {
+    static constexpr int parts = 2, width = 2 * kLanes;
+    static int element(int part, int lane) { return part * kLanes + lane; }
+    static void read(const fp16* p, vec* x) {
 #if defined(__AVX512F__)
-    return reinterpret_cast<v16>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+        x[0] = reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+        x[1] = reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + kLanes))));
 #elif defined(__F16C__)
-    union { __m256 half[2]; v16 all; } out;
-    out.half[0] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    out.half[1] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)));
-    return out.all;
+        x[0] = reinterpret_cast<vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+        x[1] = reinterpret_cast<vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + kLanes))));
 #else
-    v16 out;
-    for (int i = 0; i < 16; ++i) out[i] = load1(p[i]);
-    return out;
+        for (int i = 0; i < kLanes; ++i) x[0][i] = widen(p[i]), x[1][i] = widen(p[kLanes + i]);
 #endif
+    }
+};
+
+// two neighbours in one word: one load and two cheap operations make two registers, the even and the odd elements
+template <>
+struct Chunk<bf16> {
+    static constexpr int parts = 2, width = 2 * kLanes;
+    static int element(int part, int lane) { return 2 * lane + part; }
+    static void read(const bf16* p, vec* x) {
+        uvec both = *reinterpret_cast<const uvecu*>(p);
+#if defined(__x86_64__)
+        asm("" : "+x"(both));  // or the compiler loads it twice
+#endif
+        x[0] = reinterpret_cast<vec>(both << 16);
+        x[1] = reinterpret_cast<vec>(both & 0xffff0000u);
+    }
+};
+
+template <class T>
+constexpr int64_t padded(int64_t dim) { return round_up(dim, Chunk<T>::width); }
+
+// where chunk c of a row begins
+template <class T>
+int64_t place(int64_t c, int64_t dim) {
+    return std::min(c * Chunk<T>::width, std::max<int64_t>(dim - Chunk<T>::width, 0));
 }
 
-inline float sum16(v16 x) {
+// q [G, dim] in the order of the chunks, [G, padded]; elements that an earlier chunk holds are zero in the last one
+template <class T>
+void arrange(const float* q, int64_t groups, int64_t dim, float* out) {
+    constexpr int width = Chunk<T>::width;
+    for (int64_t g = 0; g < groups; ++g, q += dim)
+        for (int64_t c = 0; c * width < dim; ++c)
+            for (int i = 0; i < width; ++i) {
+                const int64_t e = place<T>(c, dim) + Chunk<T>::element(i / kLanes, i % kLanes);
+                *out++ = e >= c * width && e < dim ? q[e] : 0.0f;
+            }
+}
+
+// the reverse for sums of values: x [padded] in the order of the chunks becomes out [dim], times `scale`
+template <class T>
+void rearrange(const float* x, int64_t dim, float scale, float* out) {
+    constexpr int width = Chunk<T>::width;
+    for (int64_t c = 0; c * width < dim; ++c)
+        for (int i = 0; i < width; ++i) {
+            const int64_t e = place<T>(c, dim) + Chunk<T>::element(i / kLanes, i % kLanes);
+            if (e < dim) out[e] = x[c * width + i] * scale;
+        }
+}
+
+inline float sum(vec x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
 #else
     float total = 0.0f;
-    for (int i = 0; i < 16; ++i) total += x[i];
+    for (int i = 0; i < kLanes; ++i) total += x[i];
     return total;
 #endif
 }
 
+// lane i of the result is the sum of x[i]: all horizontal sums at once
+PREHOC_INLINE inline vec sums(const vec* x) {
+#if defined(__AVX512F__)
+    __m512 a[8], b[4], c[2];
+    const auto at = [x](int i) PREHOC_INLINE { return reinterpret_cast<__m512>(x[i]); };
+    unroll<8>([&](auto i) PREHOC_INLINE {  // halves: the low ones of i beside the low ones of i + 8
+        const __m512 low = _mm512_shuffle_f32x4(at(i), at(i + 8), 0x44), high = _mm512_shuffle_f32x4(at(i), at(i + 8), 0xee);
+        a[i] = _mm512_add_ps(low, high);
+    });
+    unroll<4>([&](auto i) PREHOC_INLINE {  // quarters: i, i + 8, i + 4, i + 12
+        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
+    });
+    unroll<2>([&](auto i) PREHOC_INLINE {
+        c[i] = _mm512_add_ps(_mm512_unpacklo_ps(b[i], b[i + 2]), _mm512_unpackhi_ps(b[i], b[i + 2]));
+    });
+    const __m512 d = _mm512_add_ps(_mm512_unpacklo_ps(c[0], c[1]), _mm512_unpackhi_ps(c[0], c[1]));
+    return reinterpret_cast<vec>(_mm512_shuffle_f32x4(d, d, 0xd8));  // quarters in order
+#elif defined(__AVX__)
+    const auto at = [x](int i) PREHOC_INLINE { return reinterpret_cast<__m256>(x[i]); };
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(at(0), at(1)), _mm256_hadd_ps(at(2), at(3)));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(at(4), at(5)), _mm256_hadd_ps(at(6), at(7)));
+    return reinterpret_cast<vec>(_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+#else
+    vec out;
+    for (int i = 0; i < kLanes; ++i) out[i] = sum(x[i]);
+    return out;
+#endif
+}
+
 // exp(x) for x <= 0, relative error about 2e-7; zero below -87, where float32 ends
-inline v16 exp16(v16 x) {
-    const i16v tiny = x < splat(-87.0f);
+inline vec exponential(vec x) {
+    const ivec tiny = x < splat(-87.0f);
     x = tiny ? splat(-87.0f) : x;
-    const v16 shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23 rounds to an integer in the low bits
-    const v16 n = shifted - 12582912.0f;
-    const v16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    v16 p = splat(1.9875691500e-4f);
+    const vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23 rounds to an integer in the low bits
+    const vec n = shifted - 12582912.0f;
+    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const i16v power = (__builtin_convertvector(n, i16v) + 127) << 23;
-    return tiny ? v16{} : p * reinterpret_cast<v16>(power);
-}
-
-// exp(x[i] - top) in place, returns the sum
-inline float exponentials(float* x, int64_t count, float top) {
-    v16 total{};
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const v16 e = exp16(load16(x + i) - top);
-        *reinterpret_cast<v16u*>(x + i) = e;
-        total += e;
-    }
-    float sum = sum16(total);
-    for (; i < count; ++i) sum += x[i] = std::exp(x[i] - top);
-    return sum;
+    const ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return tiny ? vec{} : p * reinterpret_cast<vec>(power);
 }
 
 inline float largest(const float* x, int64_t count, float top) {
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < count; ++i) top = std::max(top, x[i]);
+    vec most = splat(top);
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        const vec now = load(x + i);
+        most = now > most ? now : most;
+    }
+#if defined(__AVX512F__)
+    top = _mm512_reduce_max_ps(reinterpret_cast<__m512>(most));
+#else
+    for (int lane = 0; lane < kLanes; ++lane) top = std::max(top, most[lane]);
+#endif
+    for (; i < count; ++i) top = std::max(top, x[i]);
     return top;
-}
-
-// logits of one key row for G queries: the row is read once
-template <int G, class T>
-inline void dots(const T* row, const float* q, int64_t dim, float* out, int64_t stride) {
-    v16 sum[G] = {};
-    int64_t d = 0;
-    for (; d + 16 <= dim; d += 16) {
-        const v16 x = load16(row + d);
-        for (int g = 0; g < G; ++g) sum[g] += x * load16(q + g * dim + d);
-    }
-    for (int g = 0; g < G; ++g) out[g * stride] = sum16(sum[g]);
-    for (; d < dim; ++d)
-        for (int g = 0; g < G; ++g) out[g * stride] += load1(row[d]) * q[g * dim + d];
-}
-
-// the same for any number of queries, four at a time
-template <class T>
-inline void dots(const T* row, const float* q, int64_t groups, int64_t dim, float* out, int64_t stride) {
-    for (; groups >= 4; groups -= 4, q += 4 * dim, out += 4 * stride) dots<4>(row, q, dim, out, stride);
-    if (groups == 3) dots<3>(row, q, dim, out, stride);
-    if (groups == 2) dots<2>(row, q, dim, out, stride);
-    if (groups == 1) dots<1>(row, q, dim, out, stride);
-}
-
-// acc[g] += sum_j w[g][j] * rows[j], for G queries and V sixteens of the head dimension held in registers
-template <int G, int V, class T>
-inline void weigh(const float* w, const T* const* rows, int64_t count, int64_t at, int64_t dim, float* acc) {
-    v16 sum[G][V];
-    for (int g = 0; g < G; ++g)
-        for (int i = 0; i < V; ++i) sum[g][i] = load16(acc + g * dim + at + 16 * i);
-    for (int64_t j = 0; j < count; ++j) {
-        v16 x[V];
-        for (int i = 0; i < V; ++i) x[i] = load16(rows[j] + at + 16 * i);
-        for (int g = 0; g < G; ++g)
-            for (int i = 0; i < V; ++i) sum[g][i] += x[i] * w[g * kBlock + j];
-    }
-    for (int g = 0; g < G; ++g)
-        for (int i = 0; i < V; ++i) *reinterpret_cast<v16u*>(acc + g * dim + at + 16 * i) = sum[g][i];
-}
-
-template <int G, class T>
-inline void weigh(const float* w, const T* const* rows, int64_t count, int64_t dim, float* acc) {
-    int64_t d = 0;
-    for (; d + 64 <= dim; d += 64) weigh<G, 4>(w, rows, count, d, dim, acc);
-    for (; d + 16 <= dim; d += 16) weigh<G, 1>(w, rows, count, d, dim, acc);
-    for (; d < dim; ++d)
-        for (int64_t j = 0; j < count; ++j)
-            for (int g = 0; g < G; ++g) acc[g * dim + d] += w[g * kBlock + j] * load1(rows[j][d]);
 }
 
 // log(sum of exp) of x and of what was summed before; x is left as it is
 inline float log_sum_exp(const float* x, int64_t count, float before) {
     const float top = largest(x, count, before);
     if (top == kNever) return kNever;
-    v16 sums{};
+    vec all{};
     int64_t i = 0;
-    for (; i + 16 <= count; i += 16) sums += exp16(load16(x + i) - top);
-    float total = sum16(sums) + (before == kNever ? 0.0f : std::exp(before - top));
+    for (; i + kLanes <= count; i += kLanes) all += exponential(load(x + i) - top);
+    float total = sum(all) + (before == kNever ? 0.0f : std::exp(before - top));
     for (; i < count; ++i) total += std::exp(x[i] - top);
     return top + std::log(total);
 }
-
-struct Cache {
-    const void *k, *v;
-    int64_t k_row, k_head, k_col, v_row, v_head, v_col;  // strides in elements
-};
 
 // call f with a value of the storage type that Python's number stands for
 template <class F>
