@@ -19,7 +19,7 @@ from prehoc.selection import Rows, Step
 
 COLD = 32
 """Bytes of cache held, in sizes of the last processor cache: an eighth of them, what methods read, still is four."""
-SAMPLES = 24
+SAMPLES = 8
 """Steps, over all layers of a round, at which rows of fixed work are run."""
 LEAD = 1
 """Untimed steps before the first timed one: what a method builds once, behind the prompt, is no work of a step."""
@@ -255,7 +255,8 @@ class _Runner:
         self.load([layer])
         for one in self._running:
             one.row.begin()
-            steps = [self.step(one.row, 0, number) for number in range(min(self._setup.steps, 10) + LEAD)]
+            last = 1 if one.row.fixed else min(self._setup.steps, 10)
+            steps = [self.step(one.row, 0, number) for number in range(LEAD + last)]
             found = check_rows(one.row, steps)
             one.checked = {name: _worse(name, value, one.checked) for name, value in found.items()}
 
