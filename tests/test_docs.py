@@ -48,7 +48,7 @@ def public(identifier: str) -> Any:
     """Return what a dotted identifier of the package names; fields of dataclasses count."""
     head, _, rest = identifier.removeprefix("prehoc.").partition(".")
     for module in ["prehoc", *(m.name for m in pkgutil.walk_packages(prehoc.__path__, "prehoc."))]:
-        if module.startswith("prehoc.kernels.triton") or module.endswith("__main__"):
+        if module.startswith("prehoc.kernels.triton") or module.endswith(("__main__", "lm_eval")):
             continue
         found = getattr(importlib.import_module(module), head, None)
         if module.rpartition(".")[2] == head:

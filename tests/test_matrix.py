@@ -47,6 +47,9 @@ METHODS: dict[str, tuple[str, str]] = {
     "etf-share": ("etf:psi=0.4,start_layer=1,kv=share", "etf:psi=1,start_layer=1,kv=share"),
     "cpe": (f"cpe:{CIS},{DEPTH}", f"cpe:{COVER_CIS},{OPEN}"),
     "cpe-paper": (f"paper:{CIS},phi=0.4", f"paper:{COVER_CIS},{OPEN}"),
+    "h2o": (f"h2o:{SMALL}", f"h2o:{COVER}"),
+    "h2o-ratio": ("h2o:sink=2,local=6,ratio=0.4", "h2o:sink=0,local=90,ratio=1.0"),
+    "snapkv": (f"snapkv:{SMALL},kernel=3", f"snapkv:{COVER}"),
     "double-sparsity": (f"double_sparsity:{SMALL},channels=3", f"double_sparsity:{COVER}"),
     "random-expansion": (f"random_expansion:{CIS}", f"random_expansion:{COVER_CIS}"),
     "random-expansion-block": (
@@ -176,7 +179,9 @@ def check_turns(c: Case) -> None:
         for i, layer in enumerate(cache.layers):
             copy.update(layer.keys.clone(), layer.values.clone(), i)
         text = torch.cat([text, second], 1)
-        start, window = PROMPT + NEW - 1, dict.fromkeys(("attention_mask",), None)
+        start = PROMPT + NEW - 1
+        # positions are stated: of an evicted cache stock does not know how long the text was
+        window = {"attention_mask": None, "position_ids": torch.arange(start, text.shape[1])[None]}
         assert cache.get_seq_length() == start
         if c.family in SLIDING:
             return  # a copied sliding layer does not know how many columns it dropped

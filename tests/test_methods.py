@@ -14,8 +14,8 @@ from prehoc.selection import Rows, Selection, State, Step, Window
 
 
 def test_every_method_by_name() -> None:
-    assert set(METHODS) == {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe", "quest", "double_sparsity",
-                            "random_expansion"}  # fmt: skip
+    selecting = {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe", "auto", "quest", "double_sparsity"}
+    assert set(METHODS) == selecting | {"random_expansion", "h2o", "snapkv"}
     for name, kind in METHODS.items():
         assert parse_method(name) == kind()
         assert dataclasses.is_dataclass(kind) and kind.name == name

@@ -1,4 +1,4 @@
-"""Decode steps over random queries and keys, for tests of a selector alone."""
+"""Decode steps over random queries and keys, for tests of a selector alone, with and without their prompt."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from prehoc.methods import parse_method
 from prehoc.selection import Decision, Rows, Selection, State, Step
+
+PROMPT, STEPS = 40, 12  # of `text`
 
 
 def steps(
@@ -47,3 +50,20 @@ def read(decision: Decision, row: int, head: int) -> list[int]:
     assert columns[length:] == [-1] * (len(columns) - length)
     assert columns[:length] == sorted(set(columns[:length])) and min(columns[:length]) >= 0
     return columns[:length]
+
+
+def text(pad: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Rows]:
+    """Queries ``[B, 4, n, 8]``, keys and values ``[B, 2, n, 8]`` of a prompt and what follows, and its rows."""
+    random = torch.Generator().manual_seed(3)
+    n = PROMPT + STEPS
+    q = torch.randn(len(pad), 4, n, 8, generator=random).to(dtype)
+    k, v = (torch.randn(len(pad), 2, n, 8, generator=random).to(dtype) for _ in range(2))
+    return q, k, v, Rows(pad, tuple(PROMPT - p for p in pad))
+
+
+def told(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> list[Step]:
+    """The decode steps of `text`."""
+    return [
+        Step(0, q[:, :, n - 1], k[:, :, :n], v[:, :, :n], 0.4, rows, (0,) * len(rows.pad))
+        for n in range(PROMPT + 1, PROMPT + STEPS + 1)
+    ]

@@ -96,12 +96,13 @@ class Books:
         hkv, n = step.k.shape[1], step.columns
         size = step.k.element_size()
         pair = (d + v_dim) * size
-        visible = sum(n - pad for pad in step.rows.pad)
+        held = sum(n - pad for pad in step.rows.pad)
+        visible = held + sum(decision.evicted)
         t.bytes_dense += visible * hkv * pair
         t.bytes_scored += decision.summaries
         chosen = decision.selection
         if not isinstance(chosen, Selection):
-            keys = visible
+            keys = held
             if isinstance(chosen, Window):
                 keys = sum(window_keys(n, p, s, chosen.sink) for p, s in zip(step.rows.pad, chosen.start, strict=True))
             heads = decision.heads or hkv
@@ -110,7 +111,9 @@ class Books:
             t.keys_read += keys * heads
             t.bytes_processed += keys * hkv * pair  # one read of a key serves its whole group
             if decision.counted:
-                t.covered_triples += b * heads
+                counted = sum(decision.counted)
+                t.counted_triples += counted * heads
+                t.covered_triples += (b - counted) * heads
             else:
                 t.dense_triples += b * heads * (chosen is None)
                 t.window_triples += b * heads * (chosen is not None)

@@ -140,6 +140,10 @@ class Decision:
         Whether the keys and values of the retrieved heads were copied.
     summaries : int
         Bytes of stored summaries that were read to choose: page bounds, label channels, accumulated weights.
+    evicted : tuple of int
+        Per row, keys of the text that the cache no longer holds.
+    out : Tensor or None
+        ``[B, H, Dv]``, the attention output, when the method needs the weights and so has it already.
     """
 
     selection: Selection | Window | None
@@ -152,16 +156,30 @@ class Decision:
     heads: int | None = None
     copied: bool = False
     summaries: int = 0
+    evicted: tuple[int, ...] = ()
+    out: Tensor | None = None
 
 
 class State(dict[str, Any]):
-    """Selection state of one layer: every tensor has the batch as dimension 0, so that it follows the cache's rows."""
+    """Selection state of one layer: every tensor has the batch as dimension 0, so that it follows the cache's rows.
+
+    States and stores in it follow the rows too; what else is in it belongs to no row.
+    """
 
     def take(self, index: Tensor) -> State:
         """Return the state of the rows at `index` (int64 ``[B']``)."""
-        return State(
-            {k: v.index_select(0, index.to(v.device)) if isinstance(v, Tensor) else v for k, v in self.items()}
-        )
+        return State({name: _rows_at(value, index) for name, value in self.items()})
+
+
+def _rows_at(value: Any, index: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(0, index.to(value.device))
+    if isinstance(value, State):
+        return value.take(index)
+    if hasattr(value, "copy") and hasattr(value, "take"):  # a store
+        value = value.copy()
+        value.take(index)
+    return value
 
 
 class Selector(Protocol):

@@ -6,20 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from prehoc.config import from_dict, unknown
+from prehoc.methods.auto import Auto
 from prehoc.methods.cis import CIS
 from prehoc.methods.cpe import CPE
 from prehoc.methods.dense import Dense
 from prehoc.methods.double_sparsity import DoubleSparsity
 from prehoc.methods.etf import ETF
+from prehoc.methods.h2o import H2O
 from prehoc.methods.oracle import Oracle
 from prehoc.methods.psaw import PSAW
 from prehoc.methods.quest import Quest
 from prehoc.methods.random_expansion import RandomExpansion
+from prehoc.methods.snapkv import SnapKV
 from prehoc.methods.streaming import Streaming
 from prehoc.selection import Method
 
 METHODS: dict[str, type[Any]] = {
-    m.name: m for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE, Quest, DoubleSparsity, RandomExpansion)
+    m.name: m
+    for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE, Auto, Quest, DoubleSparsity, H2O, SnapKV, RandomExpansion)
 }
 
 # the paper's own readings: one set per query head, block refresh, a sliding local window, its published schedule
@@ -91,9 +95,11 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 
 
 __all__ = [
+    "Auto",
     "CIS",
     "CPE",
     "ETF",
+    "H2O",
     "METHODS",
     "PRESETS",
     "PSAW",
@@ -102,6 +108,7 @@ __all__ = [
     "Oracle",
     "Quest",
     "RandomExpansion",
+    "SnapKV",
     "Streaming",
     "parse_method",
     "parse_pairs",

@@ -65,7 +65,7 @@ class DoubleSparsity:
         check_int("channels", self.channels, 1, optional=True)
         check_choice("granularity", self.granularity, ("kv_head", "query_head"))
         if self.calibration is not None:
-            self._order  # noqa: B018: a file that cannot be used is refused before any work
+            _ = self._order  # a file that cannot be used is refused before any work
 
     @functools.cached_property
     def _size(self) -> Budget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ from prehoc import kernels
 from prehoc.integrations.transformers.forward import Forward
 from prehoc.integrations.transformers.layers import KVLayer
 from prehoc.kernels.prefill import causal_pairs, prefill_window
+from prehoc.methods._eviction import Evictor
 from prehoc.selection import Decision, Step, decide
 
 NAME = "prehoc"
@@ -113,9 +115,15 @@ def _first(fwd: Forward, columns: int) -> tuple[int, ...]:
 def _prefill(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None) -> Tensor:
     _share(fwd, layer, k, v)
     hidden, sink = fwd.hidden(layer), fwd.plan.window.sink if fwd.plan.window else 0
+    first = _first(fwd, k.shape[2])
     if sliding is not None:
         hidden, sink = functools.partial(_outside, sliding), 0
-    out, pairs = prefill_window(q, k, v, _first(fwd, k.shape[2]), scale, hidden, sink)
+    elif fwd.cache is not None and isinstance(fwd.cache.layers[layer], KVLayer):
+        store = fwd.cache.layers[layer].store
+        first = store.first or first
+        if isinstance(fwd.plan.selector, Evictor):
+            fwd.plan.selector.watch(q, k, first, scale, store.notes)
+    out, pairs = prefill_window(q, k, v, first, scale, hidden, sink)
     total = fwd.past + fwd.tokens
     dense = sum(causal_pairs(fwd.past - pad, total - pad, sliding) for pad in fwd.rows.pad)
     if sliding is not None:  # counted as dense counts them: what the blocks add is no choice of the method
@@ -151,8 +159,7 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
         fwd.stopwatch.lap("rest")
     masked = fwd.masked(layer)
     step = Step(layer, one, k, v, scale, fwd.rows, masked, fwd.backend)
-    selector = fwd.plan.selector
-    decision = decide(fwd.plan, step, holder.store.selection_state(selector) if selector else None)
+    step, decision = _decide(fwd, holder, step)
     if fwd.stopwatch:
         fwd.stopwatch.lap("selection")
     fwd.books.decision(step, v.shape[-1], decision)
@@ -162,7 +169,34 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
         fwd.auditor.sample(step, decision, fwd.books)
     if fwd.stopwatch:
         fwd.stopwatch.lap("rest")
-    out = fwd.attend(ops, step, None if fwd.observe else decision.selection)
+    if decision.out is not None:
+        out = decision.out
+    else:
+        out = fwd.attend(ops, step, None if fwd.observe else decision.selection)
     if fwd.stopwatch:
         fwd.stopwatch.lap("attention")
     return out[:, :, None]
+
+
+def _decide(fwd: Forward, holder: KVLayer, step: Step) -> tuple[Step, Decision]:
+    """Return the plan's decision, and the step as it finds the cache when keys were evicted."""
+    store, selector = holder.store, fwd.plan.selector
+    if isinstance(selector, Evictor):
+        if fwd.recorder is None and not fwd.observe:
+            step, decision, _ = selector.run(store, step)
+            holder._refresh()
+            return step, decision
+        state = store.selection_state(selector)  # a recorder needs every key: the eviction happens to a copy
+        state["notes"] = store.notes
+        return step, decide(fwd.plan, step, state)
+    if store.first is None:
+        return step, decide(fwd.plan, step, store.selection_state(selector) if selector else None)
+    if not fwd.plan.dense:
+        raise ValueError(
+            "keys of this cache were evicted by another method and the others have changed places: only method dense and "
+            "methods that evict can go on with it"
+        )
+    rows = zip(step.rows.pad, store.first, strict=True)
+    gone = tuple(store.dropped + begin - pad for pad, begin in rows)
+    step = dataclasses.replace(step, rows=dataclasses.replace(step.rows, pad=store.first))
+    return step, Decision(None, counted=tuple(many > 0 for many in gone), evicted=gone)

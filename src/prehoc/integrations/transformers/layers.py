@@ -38,11 +38,11 @@ class KVLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the key length and offset of a mask for `query_length` new tokens."""
-        return self.store.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the columns in use."""
-        return self.store.length
+        """Return the columns of the text, those included whose keys were evicted."""
+        return self.store.length + self.store.dropped
 
     def get_max_length(self) -> int:
         """Return -1: the layer grows."""
