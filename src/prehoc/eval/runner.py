@@ -44,8 +44,6 @@ class Item:
 
     Parameters
     ----------
-    number : int
-        Its place in the run.
     sample : Sample
         The sample.
     prompt : Prompt
@@ -54,7 +52,6 @@ class Item:
         Identifies prompt and references: a line of other data is not taken for finished.
     """
 
-    number: int
     sample: Sample
     prompt: Prompt
     digest: str
@@ -74,7 +71,7 @@ def encode_samples(encoder: Encoder, task: Task, loaded: Loaded, decode_question
         When a prompt does not fit, or has no document that could be prefilled before its question.
     """
     items = []
-    for number, sample in enumerate(loaded.samples):
+    for sample in loaded.samples:
         prompt = encoder.encode(sample, chat=task.chat, new_tokens=task.new_tokens)
         if prompt.cut and not task.cuttable:
             raise ValueError(
@@ -87,7 +84,7 @@ def encode_samples(encoder: Encoder, task: Task, loaded: Loaded, decode_question
                 "cannot part them; leave the option or the task out"
             )
         digest = hashlib.sha256(f"{prompt.digest}{sample.answers}".encode()).hexdigest()[:16]
-        items.append(Item(number, sample, prompt, digest))
+        items.append(Item(sample, prompt, digest))
     return items
 
 
@@ -162,7 +159,7 @@ class TaskRun:
                     prompt,
                     asks,
                     ended=self._ended,
-                    seed=self.how.seed + items[0].number,
+                    seed=self.how.seed + int(items[0].digest, 16),  # the same for all methods, another for each sample
                     references=references,
                     remember=method is dense,
                 )
