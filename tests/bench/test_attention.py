@@ -10,7 +10,7 @@ import torch
 
 from bench_shapes import TINY
 from prehoc import kernels
-from prehoc.bench import attention, memory, rows
+from prehoc.bench import attention, lineup, memory, rows
 from prehoc.bench.attention import Cell, Held, Setup, bench_cell
 from prehoc.bench.inputs import RandomInputs
 from prehoc.bench.refcheck import RefcheckError
@@ -61,7 +61,7 @@ def test_every_row_reads_what_its_method_says() -> None:
     assert row[METHODS[2]]["retrieval_ratio"] == 1 / 8 and row[METHODS[2]]["keys_per_head"] <= 64
     assert row[METHODS[3]]["retrieval_ratio"] == 1 / 16
     assert row[METHODS[3]]["bytes_scored"] < row[METHODS[2]]["bytes_scored"] / 2, "deep layers score a window"
-    assert "budget=64" in row[METHODS[2]]["method"]
+    assert row[METHODS[2]]["method"] == "cis:budget=64,matched=True"
     assert row[flexed]["mask_ms"] > 0 and 128 < row[flexed]["keys_per_head"] <= 512, "whole blocks"
 
 
@@ -74,7 +74,7 @@ def test_rows_take_turns_and_keep_their_state(monkeypatch: pytest.MonkeyPatch) -
         return real(self, step)
 
     monkeypatch.setattr(rows.MethodRow, "decide", spy)
-    monkeypatch.setattr(rows, "SDPA", {"cpu": ()})
+    monkeypatch.setattr(lineup, "SDPA", {"cpu": ()})
     monkeypatch.setattr(attention, "SAMPLES", 10**6)
     found = bench_cell(CELL, RandomInputs(), setup(("streaming", "oracle"), steps=3, layers=2))
     assert found["layers"] == [1, 3]
@@ -127,7 +127,7 @@ def test_refcheck_finds_a_wrong_kernel(
 
 
 def test_a_row_of_torch_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "SDPA", {"cpu": ("flash", "cudnn", "math")})
+    monkeypatch.setattr(lineup, "SDPA", {"cpu": ("flash", "cudnn", "math")})
     free = TINY.kv_bytes(2, 512, torch.bfloat16) + 2**28 + 2**20
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
 
@@ -173,7 +173,7 @@ def test_layers_are_spread_over_the_depth() -> None:
 
 
 def test_a_stated_size_wins_over_an_eighth_of_the_length() -> None:
-    assert rows.sized("cis-8", 4096).budget == 512
-    assert rows.sized("oracle:critical=70", 4096).budget is None
-    assert rows.sized("cpe:ratio=1/4", 4096).ratio == 0.25 and rows.sized("cpe:ratio=1/4", 4096).budget is None
-    assert rows.sized("psaw", 4096).phi == 0.7
+    assert lineup.sized("cis-8", 4096).budget == 512
+    assert lineup.sized("oracle:critical=70", 4096).budget is None
+    assert lineup.sized("cpe:ratio=1/4", 4096).ratio == 0.25 and lineup.sized("cpe:ratio=1/4", 4096).budget is None
+    assert lineup.sized("psaw", 4096).phi == 0.7

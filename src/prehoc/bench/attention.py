@@ -12,9 +12,10 @@ from torch import Tensor
 
 from prehoc.bench import memory
 from prehoc.bench.inputs import Inputs, LayerInputs, Shape
+from prehoc.bench.lineup import make_rows
 from prehoc.bench.measured import Measured
 from prehoc.bench.refcheck import check_rows
-from prehoc.bench.rows import MethodRow, Row, make_rows
+from prehoc.bench.rows import MethodRow, Row
 from prehoc.selection import Rows, Step
 
 COLD = 32
@@ -237,7 +238,7 @@ class _Runner:
         """Run every row once; torch's rows that cannot run, or lack the memory, say why instead."""
         self.load([layer])
         for one in self._all:
-            if isinstance(one.row, MethodRow):
+            if hasattr(one.row, "method"):
                 one.row.run(self.step(one.row, 0, 0))
                 continue
             free = memory.free_bytes(self._setup.device)

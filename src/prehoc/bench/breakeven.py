@@ -13,7 +13,7 @@ import torch
 from prehoc import provenance
 from prehoc.bench.attention import Cell, Setup, bench_cell
 from prehoc.bench.inputs import Inputs, Shape
-from prehoc.bench.rows import MethodRow
+from prehoc.bench.lineup import method_row
 from prehoc.config import cache_dir
 from prehoc.files import atomic_path
 from prehoc.integrations.transformers import describe
@@ -105,7 +105,7 @@ def measure(
     found = []
     for length in sorted(set(lengths)):
         rows = [
-            MethodRow(name, chosen, setup.backend, setup.device)
+            method_row(name, chosen, setup.backend, setup.device)
             for name, chosen in (("dense", parse_method("dense")), (describe(method), method))
         ]
         cell = bench_cell(Cell(shape, batch, length), inputs, setup, progress, rows)

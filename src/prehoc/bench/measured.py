@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from prehoc.bench.rows import MethodRow, Row
+from prehoc.bench.rows import Row
 from prehoc.books import Books
+from prehoc.integrations.transformers import describe
 from prehoc.selection import Decision, Selection, Step
 
 
@@ -60,8 +61,8 @@ class Measured:
         }
         for name in ("scored", "processed", "copied", "indices", "anchors", "read", "dense"):
             result[f"bytes_{name}"] = getattr(traffic, f"bytes_{name}") / self.calls
-        if isinstance(self.row, MethodRow):
-            result["method"] = repr(self.row.method)
+        if (method := getattr(self.row, "method", None)) is not None:
+            result["method"] = describe(method)
         return result | ({"refcheck": self.checked} if self.checked else {})
 
     def _part(self, name: str) -> float:

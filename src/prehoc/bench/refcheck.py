@@ -8,7 +8,7 @@ import torch
 
 from prehoc.bench.rows import MethodRow, Row
 from prehoc.kernels import reference
-from prehoc.selection import Decision, Rows, Selection, State, Step, Window, attend, decide
+from prehoc.selection import Rows, Selection, State, Step, Window, attend, decide
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest error of an output, relative to its largest value."""
@@ -46,6 +46,7 @@ def check_rows(row: Row, steps: list[Step]) -> dict[str, float]:
     k, v = (x[:1].float() for x in (steps[-1].k, steps[-1].v))
     for number, step in enumerate(steps):
         out, decision, _ = row.run(step)
+        chosen = row.selected(step, decision)
         rows = Rows(step.rows.pad[:1], step.rows.prompt[:1])
         n = step.columns
         exact = dataclasses.replace(
@@ -58,7 +59,7 @@ def check_rows(row: Row, steps: list[Step]) -> dict[str, float]:
             backend="reference",
         )
         for at in dict.fromkeys((0, step.q.shape[0] - 1)):
-            expected = attend(reference, exact, _one(decision, at))
+            expected = attend(reference, exact, _one(chosen, at))
             error = float((out[at : at + 1].float() - expected).abs().max() / expected.abs().max())
             worst = max(worst, error)
             if not error <= TOLERANCE[step.q.dtype]:  # NaN fails too
@@ -69,7 +70,7 @@ def check_rows(row: Row, steps: list[Step]) -> dict[str, float]:
         if isinstance(row, MethodRow):
             wanted = decide(row.plan, exact, state)
             for at in dict.fromkeys((0, step.q.shape[0] - 1)):
-                share = _overlap(_one(decision, at), wanted.selection, n)
+                share = _overlap(_one(chosen, at), wanted.selection, n)
                 least = min(least, share)
                 if share < OVERLAP:
                     raise RefcheckError(
@@ -79,9 +80,9 @@ def check_rows(row: Row, steps: list[Step]) -> dict[str, float]:
     return {"error": worst, "overlap": least}
 
 
-def _one(decision: Decision, row: int) -> Selection | Window | None:
+def _one(chosen: Selection | Window | None, row: int) -> Selection | Window | None:
     """Return what one batch row reads."""
-    chosen, only = decision.selection, slice(row, row + 1)
+    only = slice(row, row + 1)
     if isinstance(chosen, Selection):
         return Selection(chosen.indices[only], chosen.lengths[only])
     if isinstance(chosen, Window):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from prehoc import kernels
 from prehoc.books import Books
 from prehoc.kernels.flex import BLOCK, Pattern, decode_flex
-from prehoc.methods import CIS, parse_method
-from prehoc.selection import Decision, Method, State, Step, attend, decide
+from prehoc.selection import Decision, Method, Selection, State, Step, Window, attend, decide
 
 SDPA = {
     "cpu": ("flash", "math"),
@@ -26,7 +25,6 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-SIZES = ("budget", "ratio", "critical", "mass")
 
 
 def now(device: torch.device) -> float:
@@ -63,6 +61,10 @@ class Row(Protocol):
 
     def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
         """Return the output ``[B, H, D]``, what was read, and the seconds of each part."""
+        ...
+
+    def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
+        """Return which of the step's keys the output is of: asked for once after every `run`, when rows are checked."""
         ...
 
     def book(self, books: Books, step: Step, decision: Decision) -> None:
@@ -116,6 +118,10 @@ class MethodRow:
         end = now(device)
         return out, decision, {"selection": between - begin, "attention": end - between}
 
+    def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
+        """Return the decision's selection."""
+        return decision.selection
+
     def book(self, books: Books, step: Step, decision: Decision) -> None:
         """Enter the decision."""
         books.decision(step, step.v.shape[3], decision)
@@ -159,6 +165,10 @@ class SdpaRow:
             out = F.scaled_dot_product_attention(grouped, step.k, step.v, scale=step.scale)
             end = now(step.q.device)
         return out.reshape(b, h, -1), Decision(None), {"attention": end - begin}
+
+    def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
+        """Return the decision's selection."""
+        return decision.selection
 
     def book(self, books: Books, step: Step, decision: Decision) -> None:
         """Enter a read of every key."""
@@ -209,6 +219,10 @@ class FlexRow:
         end = now(device)
         return out, decision, {"mask": between - begin, "attention": end - between}
 
+    def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
+        """Return the decision's selection."""
+        return decision.selection
+
     def book(self, books: Books, step: Step, decision: Decision) -> None:
         """Enter the blocks that were read: one read of a block serves its group at best."""
         assert self._mask is not None
@@ -226,49 +240,3 @@ def _whole(view: Tensor, columns: int) -> Tensor:
     """Return the buffer ``[B, Hkv, columns, D]`` behind a view of its first columns."""
     b, heads, _, d = view.shape
     return view.as_strided((b, heads, columns, d), view.stride())
-
-
-def sized(text: str, length: int) -> Method:
-    """Return the method of a string; one that has a budget and states no size gets an eighth of the length."""
-    method = parse_method(text)
-    stated = [getattr(method, size, None) for size in SIZES]
-    if not hasattr(method, "budget") or any(value is not None for value in stated):
-        return method
-    return parse_method(text, {"budget": length // 8})
-
-
-def check_steps(name: str, method: Method, steps: int) -> None:
-    """Raise ValueError unless the steps are whole blocks of a method: a part of one holds too few retrievals, or too many."""
-    block = getattr(method, "block_size", 1)
-    if steps % block:
-        raise ValueError(
-            f"{steps} steps are no multiple of the block_size {block} of {name}; give {-(-steps // block) * block}"
-        )
-
-
-def make_rows(
-    methods: list[str], length: int, kv_bytes: int, dtype: torch.dtype, backend: str, device: torch.device
-) -> list[Any]:
-    """Return torch's rows, dense, FlexAttention with the pattern of the first CIS, and the methods.
-
-    Parameters
-    ----------
-    methods : list of str
-        Method strings.
-    length : int
-        Columns of the cell.
-    kv_bytes : int
-        Bytes of one layer's keys and values.
-    dtype, backend, device
-        What they run with.
-    """
-
-    def row(text: str) -> MethodRow:
-        return MethodRow(text, sized(text, length), backend, device)
-
-    rows: list[Row] = [SdpaRow(kernel, kv_bytes, dtype) for kernel in SDPA[device.type]]
-    rows.append(row("dense"))
-    shared = next((text for text in methods if isinstance(sized(text, length), CIS)), None)
-    if shared is not None:
-        rows.append(FlexRow(row(shared), length))
-    return rows + [row(text) for text in dict.fromkeys(methods) if text != "dense"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from prehoc.bench.rows import sized
+from prehoc.bench.lineup import sized
 from prehoc.books import Books, Stopwatch
 from prehoc.config import unknown
 from prehoc.integrations.transformers.compat import cache_key, output_cache

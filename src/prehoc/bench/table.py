@@ -90,7 +90,9 @@ def resume(path: Path | None, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         cells = [cell for cell in document["cells"] if "rows" in cell]
         other = next((key for key, value in facts.items() if document[key] != value), None)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(path)!r} is not a file of prehoc bench {facts['benchmark']}; give another --out") from error
+        raise ValueError(
+            f"{str(path)!r} is not a file of prehoc bench {facts['benchmark']}; give another --out"
+        ) from error
     if other is not None:
         changed = document[other]
         if isinstance(changed, dict):

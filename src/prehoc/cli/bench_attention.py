@@ -59,8 +59,8 @@ def command(
     from prehoc.bench import memory, stream, table
     from prehoc.bench.attention import LEAD, Cell, Setup, bench_cell
     from prehoc.bench.inputs import open_inputs
+    from prehoc.bench.lineup import check_steps, sized
     from prehoc.bench.refcheck import RefcheckError
-    from prehoc.bench.rows import check_steps, sized
     from prehoc.config import check_choice, default_backend
     from prehoc.eval.prefill_search import write_document
 

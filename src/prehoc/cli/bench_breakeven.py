@@ -45,7 +45,7 @@ def command(
     from prehoc.bench.attention import LEAD, Setup
     from prehoc.bench.breakeven import break_even, path
     from prehoc.bench.inputs import open_inputs
-    from prehoc.bench.rows import check_steps
+    from prehoc.bench.lineup import check_steps
     from prehoc.config import default_backend
     from prehoc.methods import parse_method
 
