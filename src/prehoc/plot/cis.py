@@ -35,16 +35,19 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     budgets = document["budgets"]
-    figure = Figure(figsize=(5.2 * len(budgets), 4.2), layout="constrained")
+    columns = min(len(budgets), 2)
+    lines = -(-len(budgets) // columns)
+    figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
     for number, (axes, budget) in enumerate(
-        zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True)
+        zip(figure.subplots(lines, columns, squeeze=False).flat, budgets, strict=False)
     ):
         rows = [row for row in document["rows"] if row["budget"] == budget and row["varies"] != "reference"]
         base = next(row for row in rows if row["varies"] == "none")
         _panel(axes, rows, base)
         axes.set(title=f"{budget} keys", xlabel="bytes read, share of dense")
-        if number == 0:
+        if number % columns == 0:
             axes.set_ylabel("retained attention mass")
+        if number == 0:
             axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.suptitle(f"CIS on {document['model']}, {document['prompt_tokens']} tokens of context", fontsize=10)
     with atomic_path(path) as part:
