@@ -71,9 +71,11 @@ def test_rows_by_hand() -> None:
 
 def test_audits_of_a_batch_count_once() -> None:
     rows = [line(f"s{i}", name, 1.0, batch="s0") for i in range(2) for name in NAMES]
-    rows += [line("s2", name, 1.0) for name in NAMES]
+    rows += [line("s2", name, 1.0, audited=40, retained_mass=0.6) for name in NAMES]
     found = summarise(TASKS["kv_retrieval"], METHODS, rows, decode_question=False)["rows"]
-    assert found[2]["retained_mass"]["n"] == 8 and found[2]["query_aware"] is True
+    assert found[2]["retained_mass"]["n"] == 4 + 40
+    # every sample counts the same, however many of its triples were audited
+    assert found[2]["retained_mass"]["mean"] == pytest.approx((0.8 + 0.6) / 2) and found[2]["query_aware"] is True
 
 
 def test_perplexities_are_exponentials_and_their_differences_relative() -> None:

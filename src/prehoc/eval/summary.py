@@ -149,14 +149,10 @@ def _batches(lines: Sequence[Line]) -> dict[str, Line]:
 
 
 def _masses(lines: Sequence[Line]) -> dict[str, Any] | None:
-    """Return the mean of all audited triples, with an interval over the batches that they come from."""
+    """Return the mean over samples (batches) of their audited masses with its interval, and n audited triples."""
     found = list(_batches(lines).values())
-    if not found:
-        return None
-    _, low, high = mean_interval([line["retained_mass"] for line in found])
-    n = sum(line["audited"] for line in found)
-    mean = math.fsum(line["retained_mass"] * line["audited"] for line in found) / n
-    return {"mean": mean, "low": low, "high": high, "n": n}
+    interval = _interval([line["retained_mass"] for line in found])
+    return None if interval is None else {**interval, "n": sum(line["audited"] for line in found)}
 
 
 def _beta(
