@@ -62,7 +62,9 @@ def run(model: torch.nn.Module, method: str, prompts: list[list[int]], asks: lis
     return engine.decode(parsed, read, asks, ended=never, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", [*METHODS, "psaw:local=4,phi=0.5", "cpe:critical=5,sink=2,local=3"])
+@pytest.mark.parametrize(
+    "method", [*METHODS, "psaw:local=4,phi=0.5", "cpe:critical=5,sink=2,local=3", "snapkv:critical=8,local=4"]
+)
 def test_a_decode_is_what_generate_gives(llama: LlamaForCausalLM, method: str) -> None:
     (row,) = run(llama, method, [prompt(41)], [Ask(new_tokens=9)]).rows
     assert row.tokens == alone(llama, method, prompt(41), 9)
@@ -85,6 +87,8 @@ def test_which_methods_share_a_prefill() -> None:
     assert len({keys[name] for name in METHODS}) == 1
     assert keys["cpe"] == keys["cpe-16"] != keys["dense"]
     assert len({keys[name] for name in ("dense", "psaw", "psaw:phi=0.5", "cpe", "etf")}) == 5
+    own = ("snapkv", "snapkv:local=8", "h2o", "auto")  # they look at the prompt themselves
+    assert len({*keys.values(), *(prefill_key(parse_method(name)) for name in own)}) == 5 + len(own)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -15,6 +15,8 @@ from prehoc.books import Traffic
 from prehoc.eval.perplexity import _base_and_head, _nll
 from prehoc.integrations.transformers import fork, sparsify
 from prehoc.integrations.transformers.compat import cache_key
+from prehoc.methods import Auto
+from prehoc.methods._eviction import Evictor
 from prehoc.selection import Method
 from prehoc.trace import last_only
 
@@ -131,10 +133,10 @@ class Batch:
 def prefill_key(method: Method) -> Any:
     """Return what decides a method's prefill: methods with equal keys can decode from the same one.
 
-    A method that drops keys when the prompt ends has a prefill of its own.
+    A method that watches the prompt to evict keys, or decides by its length whether to prune it, has a prefill of its own.
     """
     plan = dataclasses.replace(method.plan(), selector=None)
-    return plan, method if getattr(method, "evicts", False) else None
+    return plan, method if isinstance(method, (Evictor, Auto)) else None
 
 
 class Engine:
