@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
@@ -75,6 +76,9 @@ def prehoc_attention(
     ValueError
         For attention that is not implemented, or a mask that pruning cannot honour.
     """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if prehoc is None and torch.compiler.is_compiling() and attention_mask is None:
+        return _traced(module, query, key, value, scale, sliding_window), None
     if prehoc is None:
         raise ValueError(
             f"{type(module).__name__} was called without its prehoc context: the model does not pass keyword arguments on to "
@@ -84,12 +88,11 @@ def prehoc_attention(
         raise ValueError(f"{type(module).__name__}: attention with soft-capping or learned sinks is not implemented")
     if prehoc.capture:
         raise Captured
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if attention_mask is not None:
         out = _masked(prehoc, query, key, value, attention_mask, scale)
     elif prehoc.phase == "decode" and query.shape[2] == 1:
-        out = _decode(prehoc, layer, query, key, value, scale, sliding_window)
+        out = decode_layer(prehoc, layer, query, key, value, scale, sliding_window)
     else:
         out = _prefill(prehoc, layer, query, key, value, scale, sliding_window)
     return out.transpose(1, 2), None
@@ -145,7 +148,16 @@ def _share(fwd: Forward, layer: int, k: Tensor, v: Tensor) -> None:
         v[row, :, fwd.past : end] = below[1][row, :, fwd.past : end]
 
 
-def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None) -> Tensor:
+def _traced(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None) -> Tensor:
+    """Leave one call in the graph of a compiled decode step; `compiled` says what it does when the graph runs."""
+    out: Tensor = torch.ops.prehoc.decode_layer(q, k, v, module.layer_idx, scale, sliding)  # [B, H, Dv]
+    return out[:, None]
+
+
+def decode_layer(
+    fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None
+) -> Tensor:
+    """Return the attention output ``[B, H, 1, Dv]`` of a layer's decode step; q ``[B, H, 1, D]``, k and v as cached."""
     holder = fwd.cache.layers[layer]
     one = q[:, :, 0].detach().contiguous()  # [B, H, D]
     ops = kernels.get(fwd.backend, q.device)
@@ -169,10 +181,8 @@ def _decode(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: fl
         fwd.auditor.sample(step, decision, fwd.books)
     if fwd.stopwatch:
         fwd.stopwatch.lap("rest")
-    if decision.out is not None:
-        out = decision.out
-    else:
-        out = fwd.attend(ops, step, None if fwd.observe else decision.selection)
+    made = decision.out
+    out = fwd.attend(ops, step, None if fwd.observe else decision.selection) if made is None else made
     if fwd.stopwatch:
         fwd.stopwatch.lap("attention")
     return out[:, :, None]
@@ -190,6 +200,8 @@ def _decide(fwd: Forward, holder: KVLayer, step: Step) -> tuple[Step, Decision]:
         state["notes"] = store.notes
         return step, decide(fwd.plan, step, state)
     if store.first is None:
+        if getattr(selector, "across_layers", False):
+            step.peers = {i: x.store.state for i, x in enumerate(fwd.cache.layers) if isinstance(x, KVLayer)}
         return step, decide(fwd.plan, step, store.selection_state(selector) if selector else None)
     if not fwd.plan.dense:
         raise ValueError(

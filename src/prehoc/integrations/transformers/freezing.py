@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -34,7 +35,7 @@ def unwrap(layer: nn.Module) -> None:
 
 
 def _frozen_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    inner = getattr(self, _INNER) or types.MethodType(type(self).forward, self)
+    inner = getattr(self, _INNER) or functools.partial(type(self).forward, self)
     fwd: Forward | None = kwargs.get("prehoc")
     layer = int(self.self_attn.layer_idx)  # type: ignore[union-attr, arg-type]
     ends = fwd.frozen(layer) if fwd is not None else (0,)

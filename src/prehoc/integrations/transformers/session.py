@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from prehoc import kernels
 from prehoc.audit import Auditor
 from prehoc.books import Books, Stopwatch
-from prehoc.config import check_range, default_backend
+from prehoc.config import check_bool, check_range, default_backend
 from prehoc.integrations.transformers import freezing
 from prehoc.integrations.transformers.attention import NAME, prehoc_attention, prehoc_mask
 from prehoc.integrations.transformers.compat import cache_key, check_version
@@ -256,6 +256,7 @@ def attach(
     audit: float = 0.01,
     seed: int = 0,
     observe: bool = False,
+    compile: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> Session:
     """Attach a method to a transformers model until ``session.detach()``.
@@ -274,6 +275,8 @@ def attach(
         Seed of that draw.
     observe : bool
         Select and record, but attend densely.
+    compile : bool
+        Run the decode steps through ``torch.compile``: the first one takes minutes on a CPU, all others less than uncompiled.
     extra : mapping, optional
         More keys for a method given as text.
 
@@ -292,6 +295,7 @@ def attach(
         raise ValueError(
             f"method={method!r} is not a prehoc method; give for example prehoc.CPE(budget=1024) or 'cpe:budget=1024'"
         )
+    check_bool("compile", compile)
     check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
     plan = chosen.plan()
     support = supports(model, plan)
@@ -307,6 +311,10 @@ def attach(
     session = Session(model, chosen, name, audit, seed, observe)
     try:
         session._attach()
+        if compile:
+            from prehoc.integrations.transformers import compiled  # registers ops: only for those who ask
+
+            session._later(compiled.install(find_base(model)[0], device))  # type: ignore[index]
     except BaseException:
         session.detach()
         raise
