@@ -50,6 +50,11 @@ METHODS: dict[str, tuple[str, str]] = {
     "h2o": (f"h2o:{SMALL}", f"h2o:{COVER}"),
     "h2o-ratio": ("h2o:sink=2,local=6,ratio=0.4", "h2o:sink=0,local=90,ratio=1.0"),
     "snapkv": (f"snapkv:{SMALL},kernel=3", f"snapkv:{COVER}"),
+    "hshare": (f"hshare-2:{SMALL}", f"hshare-2:{COVER}"),
+    "hshare-ratio": (
+        "hshare:sink=2,local=6,ratio=0.4,layers=3/4,heads=1/2,queries=1/3,granularity=query_head",
+        "hshare:sink=0,local=90,ratio=1.0",
+    ),
     "double-sparsity": (f"double_sparsity:{SMALL},channels=3", f"double_sparsity:{COVER}"),
     "random-expansion": (f"random_expansion:{CIS}", f"random_expansion:{COVER_CIS}"),
     "random-expansion-block": (

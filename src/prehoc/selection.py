@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -97,6 +98,9 @@ class Step:
         starts no earlier.
     backend : str
         Kernel backend to use.
+    peers : mapping of int to State
+        The selection states of all full-attention layers, lowest first, for selectors with ``across_layers``; those below
+        this layer have decided at this step already.
     """
 
     layer: int
@@ -107,6 +111,7 @@ class Step:
     rows: Rows
     masked: tuple[int, ...]
     backend: str = "auto"
+    peers: Mapping[int, State] = dataclasses.field(default_factory=dict)
 
     @property
     def columns(self) -> int:

@@ -13,6 +13,7 @@ from prehoc.methods.dense import Dense
 from prehoc.methods.double_sparsity import DoubleSparsity
 from prehoc.methods.etf import ETF
 from prehoc.methods.h2o import H2O
+from prehoc.methods.hshare import HShare
 from prehoc.methods.oracle import Oracle
 from prehoc.methods.psaw import PSAW
 from prehoc.methods.quest import Quest
@@ -23,7 +24,22 @@ from prehoc.selection import Method
 
 METHODS: dict[str, type[Any]] = {
     m.name: m
-    for m in (Dense, Streaming, Oracle, CIS, PSAW, ETF, CPE, Auto, Quest, DoubleSparsity, H2O, SnapKV, RandomExpansion)
+    for m in (
+        Dense,
+        Streaming,
+        Oracle,
+        CIS,
+        PSAW,
+        ETF,
+        CPE,
+        Auto,
+        Quest,
+        DoubleSparsity,
+        H2O,
+        SnapKV,
+        HShare,
+        RandomExpansion,
+    )
 }
 
 # the paper's own readings: one set per query head, block refresh, a sliding local window, its published schedule
@@ -36,6 +52,11 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "cpe-8": ("cpe", {"block_size": 8}),
     "cpe-16": ("cpe", {"block_size": 16}),
     "direct_reuse": ("cis", {"dilate": 0, "radius": 0}),
+    # layers x heads x queries = 28.1 % and 12.5 %; HShare-0 is not defined where it is used: taken to be HShare-2
+    "hshare-0": ("hshare", {"layers": 1 / 2, "heads": 1 / 2, "queries": 1 / 2}),
+    "hshare-1": ("hshare", {"layers": 3 / 4, "heads": 3 / 4, "queries": 1 / 2}),
+    "hshare-2": ("hshare", {"layers": 1 / 2, "heads": 1 / 2, "queries": 1 / 2}),
+    "hshare_matched": ("hshare", {"layers": 2 / 5, "heads": 1 / 2, "queries": 1 / 2}),  # 10 %
     "oracle_topp": ("oracle", {"mass": 0.95, "sink": 0, "local": 1, "granularity": "query_head"}),
     "paper": (
         "cpe",
@@ -100,6 +121,7 @@ __all__ = [
     "CPE",
     "ETF",
     "H2O",
+    "HShare",
     "METHODS",
     "PRESETS",
     "PSAW",

@@ -84,8 +84,8 @@ class Evictor:
         notes = store.notes
         if notes.get("owner") != self or notes.get("columns") != store.length - 1:
             raise ValueError(
-                f"method {self.name!r} chooses by the prompt's queries, which it has not seen: attach it before the prompt is read "
-                "(a recorded trace does not hold them: use prehoc trace instead of a replay)"
+                f"method {self.name!r} chooses by the prompt's queries, which it has not seen: attach it before the prompt is "
+                "read (a recorded trace does not hold them: use prehoc trace instead of a replay)"
             )
         text = store.length + store.dropped
         if notes.pop("prompt", False):
