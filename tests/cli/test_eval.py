@@ -102,7 +102,7 @@ def test_a_run_leaves_lines_tables_and_where_they_came_from(
     assert wiki["rows"][1]["scores"]["prefill"]["difference"]["mean"] == 0, "oracle shares dense's prefill"
     assert wiki["rows"][3]["scores"]["prefill"]["difference"]["mean"] != 0
     about = json.loads((tmp_path / "run/run.json").read_text())
-    assert about["commands"][0].startswith("prehoc eval") and about["versions"]["torch"]
+    assert about["commands"][0].startswith("prehoc eval") and about["identity"]["versions"]["torch"]
     assert "<user>" in about["chat_template"] and about["stop_ids"] == [1] and about["identity"]["decode_question"]
     assert about["tasks"]["kv_retrieval"]["stop"] == ["\n"] and about["methods"]["dense"] == {"name": "dense"}
     assert str(tmp_path) not in json.dumps(about["identity"])

@@ -12,9 +12,9 @@ import pytest
 from prehoc.eval.results import Results
 
 
-def results(folder: Path, methods: Any = None, **identity: Any) -> Results:
+def results(folder: Path, methods: Any = None, task: str = "coqa", **identity: Any) -> Results:
     keys = {"cis": {"tau": 0.8}} if methods is None else methods
-    return Results(folder, {"model": "m", "seed": 0, **identity}, keys, {"versions": {}})
+    return Results(folder, {"model": "m", "seed": 0, **identity}, keys, {"tasks": {task: {"samples": 3}}})
 
 
 def test_lines_come_back_and_a_half_written_one_is_removed(tmp_path: Path) -> None:
@@ -59,9 +59,10 @@ def test_another_run_is_refused_and_more_methods_are_not(tmp_path: Path) -> None
         results(tmp_path, {"cis": {"tau": 0.7}}).opened(),
     ):
         pass
-    with results(tmp_path, {"cpe": {"tau": 0.8}}).opened():
+    with results(tmp_path, {"cpe": {"tau": 0.8}}, task="gsm8k").opened():
         pass
-    assert set(json.loads((tmp_path / "run.json").read_text())["methods"]) == {"cis", "cpe"}
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert set(about["methods"]) == {"cis", "cpe"} and set(about["tasks"]) == {"coqa", "gsm8k"}
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def command(
         bool,
         typer.Option(
             "--decode-question",
-            help="Prefill the document only and feed the question as decode steps: the methods then see neither in advance, "
-            "and short answers test them at all.",
+            help="Prefill the document only and feed the question as decode steps: no prefill then sees the question, and "
+            "methods that act in decode are at work even where answers are short.",
         ),
     ] = False,
     strict: Annotated[
@@ -138,11 +138,11 @@ def command(
             "length": length,
             "seed": seed,
             "audit": audit,
+            "versions": provenance.versions(),
             "chat_template_sha256": hashlib.sha256(str(reader.tokenizer.chat_template).encode()).hexdigest(),
         }
         about = {
             "machine": provenance.machine(),
-            "versions": provenance.versions(),
             "chat_template": reader.tokenizer.chat_template,
             "stop_ids": sorted(how.eos),
             "truncation": "the middle of the document is left out",

@@ -30,7 +30,7 @@ class Results:
     methods : mapping of str to mapping
         Every key of each method by its description; defaults that have changed since make another method.
     about : mapping
-        More facts for ``run.json``.
+        More facts for ``run.json``; those of ``tasks`` join what is there.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Results:
             self._check(before)
             commands = list(before["commands"])
             self._methods = {**before["methods"], **self._methods}
+            self._about = {**self._about, "tasks": {**before["tasks"], **self._about["tasks"]}}
         elif any(self.folder.glob("*.jsonl")):
             raise ValueError(f"{str(self.folder)!r} holds files of something else; choose another folder for --out")
         if provenance.command() not in commands:
