@@ -43,7 +43,11 @@ def test_interpreted_kernels_equal_the_reference() -> None:
 
 # bytes of shared memory that one block may use
 @needs_triton
-@pytest.mark.parametrize(("capability", "shared"), [(80, 166_912), (90, 232_448)], ids=["Ampere", "Hopper"])
+@pytest.mark.parametrize(
+    ("capability", "shared"),
+    [pytest.param(80, 166_912, marks=pytest.mark.slow), (90, 232_448)],
+    ids=["Ampere", "Hopper"],
+)
 def test_every_kernel_compiles_for(capability: int, shared: int, tmp_path: Path) -> None:
     out = python(str(HERE / "triton_compile.py"), str(capability), TRITON_CACHE_DIR=str(tmp_path))
     made = [json.loads(line) for line in out.splitlines()]

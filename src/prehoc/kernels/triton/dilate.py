@@ -87,7 +87,7 @@ def _dilate(
             j = at + tile
             always = ((j >= lead) & (j < lead + sink)) | (j >= end)
             arrival = tl.load(entry + j, mask=j < pitch, other=2147483647, cache_modifier=".cg")
-            tl.atomic_add(arrivals + arrival, 1, mask=(j < columns) & (arrival <= k) & ~always, sem="relaxed")
+            tl.atomic_add(arrivals + arrival, 1, mask=(j < columns) & (arrival <= k), sem="relaxed")
             seen += tl.sum((always & (j < columns)).to(tl.int32), 0)
         tl.debug_barrier()
         most = _number(limit, row)
