@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from prehoc.kernels import reference
+from prehoc.kernels.cpu.arguments import numbers, pointer, storage, strides
 from prehoc.kernels.cpu.build import BuildError, library
+from prehoc.kernels.cpu.decode import (
+    decode_dense,
+    decode_dense_paged,
+    decode_selected,
+    decode_selected_paged,
+    pages,
+)
+from prehoc.kernels.cpu.stream import stream
 from prehoc.kernels.host import group_queries
 from prehoc.kernels.reference import Retrieval
 
 READS_IN_PLACE = True
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 __all__ = [
     "READS_IN_PLACE",
@@ -26,86 +33,17 @@ __all__ = [
     "cis_step",
     "decode_compact",
     "decode_dense",
+    "decode_dense_paged",
     "decode_selected",
+    "decode_selected_paged",
     "dilate",
     "library",
     "retrieve",
+    "retrieve_paged",
+    "stream",
 ]
 
 decode_compact = reference.decode_compact
-
-
-def _pointer(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
-
-
-def _numbers(values: tuple[int, ...]) -> Any:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
-def _strides(k: Tensor, v: Tensor | None = None) -> Any:
-    if k.stride(3) != 1 or (v is not None and v.stride(3) != 1):
-        raise ValueError("keys and values must be contiguous along the head dimension")
-    return _numbers((*k.stride()[:3], *(v.stride()[:3] if v is not None else ())))
-
-
-def _type(x: Tensor) -> int:
-    if x.dtype not in _TYPES:
-        raise ValueError(f"dtype {x.dtype} is not supported by the cpu backend; use float32, bfloat16 or float16")
-    return _TYPES[x.dtype]
-
-
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    selection_heads: int,
-    first: tuple[int, ...],
-    sink: int,
-    start: tuple[int, ...],
-    indices: Tensor | None,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    b, h, d = q.shape
-    scaled = group_queries((q.float() * scale).contiguous(), selection_heads, k.shape[1])
-    groups, width = scaled.shape[2], 0 if indices is None else indices.shape[2]
-    out = torch.empty((b, h, v.shape[3]), dtype=torch.float32)
-    lse = torch.empty((b, h), dtype=torch.float32)
-    sizes = _numbers((b, k.shape[1], selection_heads, groups, d, v.shape[3], sink, k.shape[2], width))
-    library().prehoc_decode(
-        _type(k),
-        _pointer(scaled),
-        _pointer(k),
-        _pointer(v),
-        _strides(k, v),
-        None,
-        _numbers((0, 0)),
-        sizes,
-        _numbers(first),
-        _numbers(start),
-        _pointer(indices),
-        _pointer(lengths),
-        _pointer(out),
-        _pointer(lse),
-    )
-    return out.to(q.dtype), lse
-
-
-def decode_dense(
-    q: Tensor, k: Tensor, v: Tensor, first: tuple[int, ...], sink: int, start: tuple[int, ...], scale: float
-) -> Tensor:
-    """Attend to each row's first `sink` real keys and to every column from `start` on; as in the reference backend."""
-    return _decode(q, k, v, scale, k.shape[1], first, sink, start, None, None)[0]
-
-
-def decode_selected(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, lengths: Tensor, scale: float, full: bool = False
-) -> Tensor:
-    """Attend to the selected keys only, read in place; as in the reference backend."""
-    nothing = (0,) * q.shape[0]
-    lists, counts = indices.contiguous(), lengths.to(torch.int32).contiguous()
-    return _decode(q, k, v, scale, indices.shape[1], nothing, 0, nothing, lists, counts)[0]
 
 
 def retrieve(
@@ -135,18 +73,55 @@ def retrieve(
     order = torch.empty((chosen.numel(), topk), dtype=torch.int64)
     sizes = (chosen.numel(), k.shape[1], selection_heads, groups, d, sink, local, n, topk, groups > 1, reduce == "mean")
     library().prehoc_retrieve(
-        _type(k),
-        _pointer(scaled),
-        _pointer(k),
-        _strides(k),
+        storage(k),
+        pointer(scaled),
+        pointer(k),
+        strides(k),
         None,
-        _numbers((0, 0)),
-        _numbers(tuple(int(x) for x in sizes)),
-        _pointer(chosen),
-        _numbers(first),
-        _numbers(start),
+        numbers((0, 0)),
+        numbers(tuple(int(x) for x in sizes)),
+        pointer(chosen),
+        numbers(first),
+        numbers(start),
         None,
-        _pointer(order),
+        pointer(order),
+    )
+    return Retrieval(order)
+
+
+def retrieve_paged(
+    q: Tensor,
+    k_blocks: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    heads: Tensor | None,
+    selection_heads: int,
+    sink: int,
+    local: int,
+    topk: int,
+    scale: float,
+    reduce: str = "max",
+) -> Retrieval:
+    """Return the best keys of each row's middle, by logical position; as in the reference backend."""
+    b, _, d = q.shape
+    scaled = group_queries((q.float() * scale).contiguous(), selection_heads, k_blocks.shape[1])
+    chosen = torch.arange(b * selection_heads) if heads is None else heads.to(torch.int64).contiguous()
+    table, ends, groups = pages(block_table), lengths.to(torch.int32).contiguous(), scaled.shape[2]
+    order = torch.empty((chosen.numel(), topk), dtype=torch.int64)
+    sizes = (chosen.numel(), k_blocks.shape[1], selection_heads, groups, d, sink, local, int(ends.max()), topk)
+    library().prehoc_retrieve(
+        storage(k_blocks),
+        pointer(scaled),
+        pointer(k_blocks),
+        strides(k_blocks, paged=True),
+        pointer(table),
+        numbers((table.shape[1], k_blocks.shape[2])),
+        numbers((*sizes, int(groups > 1), int(reduce == "mean"))),
+        pointer(chosen),
+        numbers((0,) * b),
+        numbers((sink,) * b),
+        pointer(ends),
+        pointer(order),
     )
     return Retrieval(order)
 
@@ -176,17 +151,17 @@ def dilate(
     lists = torch.empty((r, width), dtype=torch.int32)
     lengths = torch.empty(r, dtype=torch.int32)
     library().prehoc_dilate(
-        _pointer(order.contiguous()),
+        pointer(order.contiguous()),
         *(ctypes.c_int64(x) for x in (r, k)),
-        _pointer(held[0]),
-        _pointer(held[1]),
+        pointer(held[0]),
+        pointer(held[1]),
         *(ctypes.c_int64(x) for x in (columns, sink, local, radius)),
-        _pointer(held[2]),
-        _pointer(held[3]),
-        _pointer(most),
+        pointer(held[2]),
+        pointer(held[3]),
+        pointer(most),
         *(ctypes.c_int64(x) for x in (per_best or 1, width)),
-        _pointer(lists),
-        _pointer(lengths),
+        pointer(lists),
+        pointer(lengths),
     )
     return lists[:, : int(lengths.max())], lengths
 
@@ -245,20 +220,20 @@ def cis_step(
     retrieved, cosine = torch.empty((b, hs), dtype=torch.bool), torch.empty((b, hs))
     sizes = (b, hkv, hs, q.shape[1] // hs, d, sink, local, n, max(critical), radius, per_best or 1, width)
     library().prehoc_cis(
-        _type(k),
-        _pointer(query),
+        storage(k),
+        pointer(query),
         ctypes.c_double(scale),
         ctypes.c_double(tau),
-        _pointer(k),
-        _strides(k),
-        _numbers((*sizes, block_size, int(frozen))),
-        _numbers(first),
-        _numbers(start),
-        _numbers(critical),
-        _numbers(best),
-        None if limit is None else _numbers(limit),
-        *(_pointer(state[name]) for name in ("indices", "lengths", "age", "anchor")),
-        _pointer(retrieved),
-        _pointer(cosine),
+        pointer(k),
+        strides(k),
+        numbers((*sizes, block_size, int(frozen))),
+        numbers(first),
+        numbers(start),
+        numbers(critical),
+        numbers(best),
+        None if limit is None else numbers(limit),
+        *(pointer(state[name]) for name in ("indices", "lengths", "age", "anchor")),
+        pointer(retrieved),
+        pointer(cosine),
     )
     return retrieved, cosine

@@ -62,26 +62,23 @@ void attend(const float* q, const Head<T>& head, int64_t groups, Dim dim, Dim di
     arrange<T>(q, groups, dim, query.data());
     Rows<T> keys[2] = {Rows<T>(dim), Rows<T>(dim)}, values[2] = {Rows<T>(dim_v), Rows<T>(dim_v)};
     const auto find = [&](int64_t at, int64_t count, Rows<T>& k, Rows<T>& v) {
-        for (int64_t j = 0; j < count; ++j) {
-            const int64_t col = column(at + j);
-            k.at[j] = head.key(col);
-            v.at[j] = head.value(col);
-        }
-        k.finish(count, dim);
-        v.finish(count, dim_v);
+        const auto from = [&](int64_t j) { return column(at + j); };
+        k.keys(head, dim, count, from);
+        v.values(head, dim_v, count, from);
     };
     find(begin, std::min(kBlock, end - begin), keys[0], values[0]);
     for (int64_t at = begin, turn = 0; at < end; at += kBlock, turn ^= 1) {
         const int64_t count = std::min(kBlock, end - at), follow = std::min(kBlock, end - at - kBlock);
         const T *const *k = keys[turn].at, *const *v = values[turn].at, *const *next = v;
         const auto run = [&](auto wide_k, auto wide_v) {
-            score<true>(k, v, count, query.data(), groups, wide_k, scores.data(), kBlock);
+            if (head.k_dim == 1) score(k, v, count, query.data(), groups, wide_k, scores.data(), kBlock);
+            else score_strips(keys[turn], head.k_dim, count, q, groups, dim, scores.data(), kBlock);
             soften(scores.data(), count, groups, padded<T>(dim_v), part);
             if (follow > 0) {
                 find(at + kBlock, follow, keys[turn ^ 1], values[turn ^ 1]);
-                next = keys[turn ^ 1].at;
+                if (head.k_dim == 1) next = keys[turn ^ 1].at;
             }
-            weigh<true>(scores.data(), v, next, count, groups, wide_v, part.values);
+            weigh(scores.data(), v, next, count, groups, wide_v, part.values);
         };
         if constexpr (std::is_same_v<Dim, int64_t>)
             run(std::max<int64_t>(dim, Chunk<T>::width), std::max<int64_t>(dim_v, Chunk<T>::width));
@@ -142,7 +139,8 @@ void decode(const float* q, const Cache& c, int64_t b, int64_t hkv, int64_t head
                 if (start[row] > first[row] + sink) columns.lead = sink, columns.begin = start[row];
                 count = columns.lead + (lengths ? lengths[row] : n) - columns.begin;
             }
-            attend<T, Dim>(q + pair * groups * dim, Head<T>(c, row, pair % heads / (heads / hkv)), groups, size_as<Dim>(dim), size_as<Dim>(dim_v),
+            attend<T, Dim>(q + pair * groups * dim, Head<T>(c, row, pair % heads / (heads / hkv)), groups, size_as<Dim>(dim),
+                           size_as<Dim>(dim_v),
                            count * piece / splits, count * (piece + 1) / splits, columns, parts.at(task));
         }
     });

@@ -19,7 +19,8 @@ float prehoc_stream(const float* x, int64_t count) { return stream(x, count); }
 void prehoc_decode(int type, const float* q, const void* k, const void* v, const int64_t* strides, const int32_t* table,
                    const int64_t* pages, const int64_t* sizes, const int64_t* first, const int64_t* start, const int32_t* indices,
                    const int32_t* lengths, float* out, float* lse) {
-    const Cache c{k, v, strides[0], strides[1], strides[2], strides[3], strides[4], strides[5], table, pages[0], pages[1]};
+    const Cache c{k, v, strides[0], strides[1], strides[2], strides[3], strides[4], strides[5],
+                  table, pages[0], pages[1], strides[6]};
     with_type(type, [&](auto t) {
         decode<decltype(t)>(q, c, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], first, start, sizes[6],
                             sizes[7], indices, lengths, sizes[8], out, lse);
@@ -29,7 +30,7 @@ void prehoc_decode(int type, const float* q, const void* k, const void* v, const
 void prehoc_retrieve(int type, const float* q, const void* k, const int64_t* strides, const int32_t* table, const int64_t* pages,
                      const int64_t* sizes, const int64_t* chosen, const int64_t* first, const int64_t* start, const int32_t* ends,
                      int64_t* order) {
-    const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0, table, pages[0], pages[1]};
+    const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0, table, pages[0], pages[1], strides[6]};
     with_type(type, [&](auto t) {
         retrieve<decltype(t)>(q, c, chosen, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], first, start, sizes[5], sizes[6],
                               sizes[7], sizes[8], sizes[9] != 0, sizes[10] != 0, order, ends);

@@ -12,17 +12,17 @@
 
 namespace prehoc {
 
-// logits of the keys [from, to) of one head for G queries, out[g * stride + column - from]; query is arranged
+// logits of the keys [from, to) of one head for G queries q [G, dim], out[g * stride + column - from]
 template <class T>
-void score_keys(const float* query, const Head<T>& head, int64_t groups, int64_t dim, int64_t from, int64_t to, float* out,
+void score_keys(const float* q, const Head<T>& head, int64_t groups, int64_t dim, int64_t from, int64_t to, float* out,
                 int64_t stride) {
     if (from >= to) return;
-    std::vector<float> made(groups * kBlock);
+    std::vector<float> made(groups * kBlock), query(groups * padded<T>(dim));
+    arrange<T>(q, groups, dim, query.data());
     Rows<T> rows[2] = {Rows<T>(dim), Rows<T>(dim)};
     const auto find = [&](int64_t at, Rows<T>& now) {
         const int64_t count = std::min(kBlock, to - at);
-        for (int64_t j = 0; j < count; ++j) now.at[j] = head.key(at + j);
-        now.finish(count, dim);
+        now.keys(head, dim, count, [at](int64_t j) { return at + j; });
     };
     find(from, rows[0]);
     with_size(std::max<int64_t>(dim, Chunk<T>::width), [&](auto wide) {
@@ -30,7 +30,9 @@ void score_keys(const float* query, const Head<T>& head, int64_t groups, int64_t
             const int64_t count = std::min(kBlock, to - at);
             if (at + kBlock < to) find(at + kBlock, rows[turn ^ 1]);
             else std::copy_n(rows[turn].at, kBlock, rows[turn ^ 1].at);
-            score<true>(rows[turn].at, rows[turn ^ 1].at, count, query, groups, wide, made.data(), kBlock);
+            if (head.k_dim == 1)
+                score(rows[turn].at, rows[turn ^ 1].at, count, query.data(), groups, wide, made.data(), kBlock);
+            else score_strips(rows[turn], head.k_dim, count, q, groups, dim, made.data(), kBlock);
             for (int64_t g = 0; g < groups; ++g) std::copy_n(made.data() + g * kBlock, count, out + g * stride + at - from);
         }
     });
@@ -61,21 +63,19 @@ template <class T>
 void retrieve(const float* q, const Cache& c, const int64_t* chosen, int64_t r, int64_t hkv, int64_t heads, int64_t groups,
               int64_t dim, const int64_t* first, const int64_t* start, int64_t sink, int64_t local, int64_t n, int64_t topk,
               bool need_lse, bool mean, int64_t* order, const int32_t* ends = nullptr) {
-    const int64_t size = groups * padded<T>(dim), threads = omp_get_max_threads();
+    const int64_t threads = omp_get_max_threads();
     const auto begin_row = [&](int64_t i, int64_t piece, int64_t pieces, float* x) {
         const int64_t row = chosen[i] / heads, begin = start[row], count = (ends ? ends[row] : n) - begin;
         const int64_t from = count * piece / pieces, to = count * (piece + 1) / pieces;
-        std::vector<float> query(size);
-        arrange<T>(q + chosen[i] * groups * dim, groups, dim, query.data());
-        score_keys(query.data(), Head<T>(c, row, chosen[i] % heads / (heads / hkv)), groups, dim, begin + from, begin + to,
+        score_keys(q + chosen[i] * groups * dim, Head<T>(c, row, chosen[i] % heads / (heads / hkv)), groups, dim, begin + from,
+                   begin + to,
                    x + from, n);
     };
     const auto finish = [&](int64_t i, float* x) {
         const int64_t row = chosen[i] / heads, end = ends ? ends[row] : n, count = end - start[row], middle = count - local;
         if (need_lse && middle > 0) {
-            std::vector<float> query(size), sinks(groups * sink);
-            arrange<T>(q + chosen[i] * groups * dim, groups, dim, query.data());
-            score_keys(query.data(), Head<T>(c, row, chosen[i] % heads / (heads / hkv)), groups, dim, first[row],
+            std::vector<float> sinks(groups * sink);
+            score_keys(q + chosen[i] * groups * dim, Head<T>(c, row, chosen[i] % heads / (heads / hkv)), groups, dim, first[row],
                        first[row] + sink, sinks.data(), sink);
             merge_group(x, n, sinks.data(), sink, groups, count, middle, mean);
         }

@@ -58,6 +58,24 @@ inline float widen(fp16 x) {
     return float(half);
 }
 
+// kLanes neighbouring elements in their order
+inline vec spread(const float* p) { return load(p); }
+inline vec spread(const bf16* p) {
+    typedef uint16_t half __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+    return reinterpret_cast<vec>(__builtin_convertvector(*reinterpret_cast<const half*>(p), uvec) << 16);
+}
+inline vec spread(const fp16* p) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__)
+    return reinterpret_cast<vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+    vec x;
+    for (int i = 0; i < kLanes; ++i) x[i] = widen(p[i]);
+    return x;
+#endif
+}
+
 // How a row is read: chunks of `width` elements, each as `parts` registers. The last chunk of a row ends with the row and overlaps
 // the one before it; rows shorter than a chunk must be copied. element(part, lane) is the place inside the chunk.
 template <class T>
@@ -74,17 +92,7 @@ template <>
 struct Chunk<fp16> {
     static constexpr int parts = 2, width = 2 * kLanes;
     static int element(int part, int lane) { return part * kLanes + lane; }
-    static void read(const fp16* p, vec* x) {
-#if defined(__AVX512F__)
-        x[0] = reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-        x[1] = reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + kLanes))));
-#elif defined(__F16C__)
-        x[0] = reinterpret_cast<vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-        x[1] = reinterpret_cast<vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + kLanes))));
-#else
-        for (int i = 0; i < kLanes; ++i) x[0][i] = widen(p[i]), x[1][i] = widen(p[kLanes + i]);
-#endif
-    }
+    static void read(const fp16* p, vec* x) { x[0] = spread(p), x[1] = spread(p + kLanes); }
 };
 
 // two neighbours in one word: one load and two cheap operations make two registers, the even and the odd elements

@@ -31,7 +31,7 @@ constexpr int tile_keys(int groups) {
 }
 
 // out[g * stride + j] = rows[j] . q[g] for the keys of one tile; kLanes sums are made horizontal together
-template <int G, bool Fetch, class T, class Dim>
+template <int G, class T, class Dim>
 inline void tile(const T* const* rows, const T* const* next, const float* q, Dim dim, float* out, int64_t stride) {
     constexpr int N = tile_keys(G), S = std::min(N, 4), P = Chunk<T>::parts, W = Chunk<T>::width;  // S rows side by side
     const int64_t size = padded<T>(dim);
@@ -44,7 +44,7 @@ inline void tile(const T* const* rows, const T* const* next, const float* q, Dim
             const int64_t at = std::min<int64_t>(c, dim - W);
             vec x[S * P];
             unroll<S>([&](auto j) PREHOC_INLINE {
-                if (Fetch) __builtin_prefetch(then[j] + at);
+                __builtin_prefetch(then[j] + at);
                 Chunk<T>::read(row[j] + at, x + j * P);
             });
             unroll<G * P>([&](auto i) PREHOC_INLINE {
@@ -59,24 +59,24 @@ inline void tile(const T* const* rows, const T* const* next, const float* q, Dim
     unroll<G>([&](auto g) PREHOC_INLINE { std::memcpy(out + g * stride, made + g * N, N * sizeof(float)); });
 }
 
-template <int G, bool Fetch, class T, class Dim>
+template <int G, class T, class Dim>
 inline void score(const T* const* rows, const T* const* next, int64_t count, const float* q, Dim dim, float* out,
                   int64_t stride) {
-    for (int64_t j = 0; j < count; j += tile_keys(G)) tile<G, Fetch>(rows + j, next + j, q, dim, out + j, stride);
+    for (int64_t j = 0; j < count; j += tile_keys(G)) tile<G>(rows + j, next + j, q, dim, out + j, stride);
 }
 
-template <bool Fetch, class T, class Dim>
+template <class T, class Dim>
 inline void score(const T* const* rows, const T* const* next, int64_t count, const float* q, int64_t groups, Dim dim,
                   float* out, int64_t stride) {
-    if (groups == 1) score<1, Fetch>(rows, next, count, q, dim, out, stride);
-    if (groups == 2) score<2, Fetch>(rows, next, count, q, dim, out, stride);
-    if (groups == 3) score<3, Fetch>(rows, next, count, q, dim, out, stride);
-    if (groups >= 4) score<4, Fetch>(rows, next, count, q, dim, out, stride);
-    if (groups > 4) score<false>(rows, next, count, q + 4 * padded<T>(dim), groups - 4, dim, out + 4 * stride, stride);
+    if (groups == 1) score<1>(rows, next, count, q, dim, out, stride);
+    if (groups == 2) score<2>(rows, next, count, q, dim, out, stride);
+    if (groups == 3) score<3>(rows, next, count, q, dim, out, stride);
+    if (groups >= 4) score<4>(rows, next, count, q, dim, out, stride);
+    if (groups > 4) score(rows, next, count, q + 4 * padded<T>(dim), groups - 4, dim, out + 4 * stride, stride);
 }
 
 // acc[g] += sum over j of w[g][j] * rows[j], for C chunks of the row from element c on
-template <int G, int C, bool Fetch, class T, class Dim>
+template <int G, int C, class T, class Dim>
 inline void weigh(const float* w, const T* const* rows, const T* const* next, int64_t count, int64_t c, Dim dim, float* acc) {
     constexpr int P = Chunk<T>::parts, W = Chunk<T>::width;
     const int64_t size = padded<T>(dim);
@@ -87,7 +87,7 @@ inline void weigh(const float* w, const T* const* rows, const T* const* next, in
     for (int64_t j = 0; j < count; ++j) {
         vec x[C * P];
         unroll<C>([&](auto i) PREHOC_INLINE {
-            if (Fetch) __builtin_prefetch(next[j] + place[i]);
+            __builtin_prefetch(next[j] + place[i]);
             Chunk<T>::read(rows[j] + place[i], x + i * P);
         });
         unroll<G>([&](auto g) PREHOC_INLINE {
@@ -99,23 +99,24 @@ inline void weigh(const float* w, const T* const* rows, const T* const* next, in
 }
 
 // the chunks from element c on, C at a time while they last, then fewer
-template <int G, int C, bool Fetch, class T, class Dim>
-inline void weigh_from(int64_t c, const float* w, const T* const* rows, const T* const* next, int64_t count, Dim dim, float* acc) {
+template <int G, int C, class T, class Dim>
+inline void weigh_from(int64_t c, const float* w, const T* const* rows, const T* const* next, int64_t count, Dim dim,
+                       float* acc) {
     for (; c + C * Chunk<T>::width <= padded<T>(dim); c += C * Chunk<T>::width)
-        weigh<G, C, Fetch>(w, rows, next, count, c, dim, acc);
-    if constexpr (C > 1) weigh_from<G, C / 2, Fetch>(c, w, rows, next, count, dim, acc);
+        weigh<G, C>(w, rows, next, count, c, dim, acc);
+    if constexpr (C > 1) weigh_from<G, C / 2>(c, w, rows, next, count, dim, acc);
 }
 
 // acc [G, padded] += w [G, kBlock] times rows
-template <bool Fetch, class T, class Dim>
+template <class T, class Dim>
 inline void weigh(const float* w, const T* const* rows, const T* const* next, int64_t count, int64_t groups, Dim dim,
                   float* acc) {
     constexpr int most = 8 / Chunk<T>::parts, fit = kHeld >= 16 ? most : most / 2;  // chunks held at once
-    if (groups == 1) weigh_from<1, most, Fetch>(0, w, rows, next, count, dim, acc);
-    if (groups == 2) weigh_from<2, fit, Fetch>(0, w, rows, next, count, dim, acc);
-    if (groups == 3) weigh_from<3, most / 2, Fetch>(0, w, rows, next, count, dim, acc);
-    if (groups >= 4) weigh_from<4, most / 2, Fetch>(0, w, rows, next, count, dim, acc);
-    if (groups > 4) weigh<false>(w + 4 * kBlock, rows, next, count, groups - 4, dim, acc + 4 * padded<T>(dim));
+    if (groups == 1) weigh_from<1, most>(0, w, rows, next, count, dim, acc);
+    if (groups == 2) weigh_from<2, fit>(0, w, rows, next, count, dim, acc);
+    if (groups == 3) weigh_from<3, most / 2>(0, w, rows, next, count, dim, acc);
+    if (groups >= 4) weigh_from<4, most / 2>(0, w, rows, next, count, dim, acc);
+    if (groups > 4) weigh(w + 4 * kBlock, rows, next, count, groups - 4, dim, acc + 4 * padded<T>(dim));
 }
 
 }  // namespace prehoc

@@ -7,6 +7,7 @@ K and V are views ``[B, Hkv, n, D]`` of the preallocated cache; nothing here rep
 from prehoc.kernels.host import group_queries
 from prehoc.kernels.reference.decode import decode_compact, decode_dense, decode_selected, gather_rows
 from prehoc.kernels.reference.dilate import dilate
+from prehoc.kernels.reference.paged import decode_dense_paged, decode_selected_paged, gather_pages, retrieve_paged
 from prehoc.kernels.reference.retrieve import Retrieval, ranked, retrieve
 
 READS_IN_PLACE = False  # gathering rows in torch is slow: a shared set is gathered once
@@ -16,10 +17,14 @@ __all__ = [
     "Retrieval",
     "decode_compact",
     "decode_dense",
+    "decode_dense_paged",
     "decode_selected",
+    "decode_selected_paged",
+    "gather_pages",
     "dilate",
     "gather_rows",
     "group_queries",
     "ranked",
     "retrieve",
+    "retrieve_paged",
 ]

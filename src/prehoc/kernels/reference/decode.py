@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,8 +23,15 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def decode_selected(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, lengths: Tensor, scale: float, full: bool = False
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    lengths: Tensor,
+    scale: float,
+    full: bool = False,
+    with_lse: bool = False,
+) -> Any:
     """Attend to the selected keys only.
 
     Parameters
@@ -39,13 +48,27 @@ def decode_selected(
         Factor on the logits.
     full : bool
         No padding in `indices`.
+    with_lse : bool
+        Also return the logarithm of each head's sum of exponentials, float32 ``[B, H]``, with which partial results merge.
 
     Returns
     -------
-    Tensor
+    Tensor or (Tensor, Tensor)
         ``[B, H, D]`` in the dtype of q.
     """
-    return decode_compact(q, gather_rows(k, indices), gather_rows(v, indices), lengths, scale, full)
+    keys, values = gather_rows(k, indices), gather_rows(v, indices)
+    if with_lse:
+        seen = torch.arange(indices.shape[2], device=q.device) < lengths[..., None]  # [B, Hs, K]
+        return _softmax_with_lse(group_queries(q, indices.shape[1], k.shape[1]), keys, values, seen, scale)
+    return decode_compact(q, keys, values, lengths, scale, full)
+
+
+def _softmax_with_lse(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out ``[B, H, D]`` and float32 LSE ``[B, H]`` of q ``[B, Hs, G, D]`` over keys ``[B, Hs, K, D]`` where `seen`."""
+    logits = (q.float() @ k.float().mT * scale).masked_fill(~seen[:, :, None], -torch.inf)
+    lse = torch.logsumexp(logits, -1)
+    values = v.float().masked_fill(~seen[..., None], 0)
+    return (torch.exp(logits - lse[..., None]) @ values).to(q.dtype).flatten(1, 2), lse.flatten(1)
 
 
 def decode_compact(
@@ -79,8 +102,15 @@ def decode_compact(
 
 
 def decode_dense(
-    q: Tensor, k: Tensor, v: Tensor, first: tuple[int, ...], sink: int, start: tuple[int, ...], scale: float
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: tuple[int, ...],
+    sink: int,
+    start: tuple[int, ...],
+    scale: float,
+    with_lse: bool = False,
+) -> Any:
     """Attend to each row's first `sink` real keys and to every column from `start` on (``start <= first``: all of them).
 
     Parameters
@@ -95,13 +125,19 @@ def decode_dense(
         Sink keys, visible whatever `start` says.
     scale : float
         Factor on the logits.
+    with_lse : bool
+        As in `decode_selected`.
 
     Returns
     -------
-    Tensor
+    Tensor or (Tensor, Tensor)
         ``[B, H, D]`` in the dtype of q.
     """
     grouped = group_queries(q, k.shape[1], k.shape[1])  # [B, Hkv, G, D]
+    if with_lse:
+        at, rows = torch.arange(k.shape[2], device=q.device), torch.tensor([first, start], device=q.device)[..., None]
+        seen = (at >= rows[0]) & ((at < rows[0] + sink) | (at >= rows[1]))  # [B, n]
+        return _softmax_with_lse(grouped, k, v, seen[:, None].expand(-1, k.shape[1], -1), scale)
     begin = tuple(f if s <= f + sink else s for f, s in zip(first, start, strict=True))
     if len(set(begin)) == len(set(first)) == 1:
         out = _range_attention(grouped, k, v, first[0], sink, begin[0], scale)
