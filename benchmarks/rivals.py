@@ -33,8 +33,16 @@ ROWS = (
     "double_sparsity",
     "double_sparsity:channels=4",
     "double_sparsity:channels=16",
+    "double_sparsity:calibration=channels.json",
 )
-PROMPT_ROWS: tuple[str, ...] = ()  # these look at the prompt's queries or at other layers, which a replay has not
+DEPTH_ROWS = ("psaw", "static_window", "linear_window")  # without a budget
+PROMPT_ROWS = (
+    "h2o",
+    "snapkv",
+    "hshare-1",
+    "hshare-2",
+    "hshare_matched",
+)  # these look at the prompt's queries or at other layers, which a replay has not
 
 
 def measures(found: Trace) -> dict[str, Any]:
@@ -92,8 +100,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     budgets = [int(part) for part in given.budgets.split(",")]
-    names = given.methods.split() or [*ROWS, *PROMPT_ROWS]
-    labels = {(name, budget): parse_method(name, {"budget": budget}) for budget in budgets for name in names}
+    names = given.methods.split() or [*DEPTH_ROWS, *ROWS, *PROMPT_ROWS]
+    depth = [name for name in names if name.partition(":")[0] in DEPTH_ROWS]
+    labels: dict[tuple[str, int | None], Any] = {(name, None): parse_method(name) for name in depth}
+    for budget in budgets:
+        labels |= {(name, budget): parse_method(name, {"budget": budget}) for name in names if name not in depth}
     texts = read_texts(given.text_file, len(given.text_file))
     model, tokenizer = models.load(given.model, dtype="float32")
     cut = cut_windows(tokenizer, texts, len(texts), given.prompt_tokens + given.steps)

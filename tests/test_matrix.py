@@ -27,6 +27,7 @@ COVER = "sink=2,local=6,critical=400"
 CIS = f"{SMALL},block_size=4"
 COVER_CIS = f"{COVER},block_size=4"
 DEPTH = "phi=0.4,alpha=1.0,psi=0.4,gamma=1.0,start_layer=1"
+WINDOW = "phi=0.3,alpha=1.0,start_layer=1,sink=2,local=6"
 OPEN = "phi=1,psi=1,start_layer=1"
 
 # name: (pruned, the same method so that it is dense)
@@ -50,6 +51,8 @@ METHODS: dict[str, tuple[str, str]] = {
     "h2o": (f"h2o:{SMALL}", f"h2o:{COVER}"),
     "h2o-ratio": ("h2o:sink=2,local=6,ratio=0.4", "h2o:sink=0,local=90,ratio=1.0"),
     "snapkv": (f"snapkv:{SMALL},kernel=3", f"snapkv:{COVER}"),
+    "static-window": (f"static_window:{WINDOW}", "static_window:phi=1,start_layer=1"),
+    "linear-window": (f"linear_window:{WINDOW}", "linear_window:phi=1,start_layer=1"),
     "hshare": (f"hshare-2:{SMALL}", f"hshare-2:{COVER}"),
     "hshare-ratio": (
         "hshare:sink=2,local=6,ratio=0.4,layers=3/4,heads=1/2,queries=1/3,granularity=query_head",

@@ -15,7 +15,7 @@ from prehoc.selection import Rows, Selection, State, Step, Window
 
 def test_every_method_by_name() -> None:
     selecting = {"dense", "streaming", "oracle", "cis", "psaw", "etf", "cpe", "auto", "quest", "double_sparsity"}
-    assert set(METHODS) == selecting | {"random_expansion", "h2o", "snapkv", "hshare"}
+    assert set(METHODS) == selecting | {"random_expansion", "h2o", "snapkv", "hshare", "static_window", "linear_window"}
     for name, kind in METHODS.items():
         assert parse_method(name) == kind()
         assert dataclasses.is_dataclass(kind) and kind.name == name

@@ -20,6 +20,7 @@ from prehoc.methods.quest import Quest
 from prehoc.methods.random_expansion import RandomExpansion
 from prehoc.methods.snapkv import SnapKV
 from prehoc.methods.streaming import Streaming
+from prehoc.methods.windows import LinearWindow, StaticWindow
 from prehoc.selection import Method
 
 METHODS: dict[str, type[Any]] = {
@@ -39,6 +40,8 @@ METHODS: dict[str, type[Any]] = {
         SnapKV,
         HShare,
         RandomExpansion,
+        StaticWindow,
+        LinearWindow,
     )
 }
 
@@ -122,6 +125,7 @@ __all__ = [
     "ETF",
     "H2O",
     "HShare",
+    "LinearWindow",
     "METHODS",
     "PRESETS",
     "PSAW",
@@ -131,6 +135,7 @@ __all__ = [
     "Quest",
     "RandomExpansion",
     "SnapKV",
+    "StaticWindow",
     "Streaming",
     "parse_method",
     "parse_pairs",
