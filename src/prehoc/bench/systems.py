@@ -26,6 +26,7 @@ from prehoc.trace import last_only
 STOCK = "sdpa"
 STOCKS = (STOCK, "sdpa-static", "sdpa-compiled")
 FLEX = "flex:"
+COMPILED = "compiled:"
 
 
 @dataclasses.dataclass
@@ -36,7 +37,8 @@ class System:
     ----------
     name : str
         ``sdpa`` (stock transformers, dynamic cache), ``sdpa-static`` (static cache), ``sdpa-compiled`` (static cache,
-        ``torch.compile``), a method string, or ``flex:METHOD`` (the method's selection, FlexAttention for the attention).
+        ``torch.compile``), a method string, ``compiled:METHOD`` (``sparsify(compile=True)``) or ``flex:METHOD`` (the
+        method's selection, FlexAttention for the attention).
     method : Method or None
         The method; None for stock transformers.
     cache : Cache or None
@@ -75,12 +77,7 @@ class System:
             return cls(name, None)
         if name.startswith(STOCK):
             raise unknown("system", name, STOCKS)
-        return cls(name, sized(name.removeprefix(FLEX), context))
-
-    @property
-    def flex(self) -> bool:
-        """Whether FlexAttention attends."""
-        return self.name.startswith(FLEX)
+        return cls(name, sized(name.removeprefix(COMPILED).removeprefix(FLEX), context))
 
     def prefill_key(self) -> object:
         """Return what decides the keys and values after the prompt: systems with equal ones may copy each other's cache."""
@@ -130,10 +127,11 @@ class System:
     @contextlib.contextmanager
     def _session(self, model: Any, backend: str | None, audit: float, seed: int) -> Iterator[Session]:
         assert self.method is not None
-        session = attach(model, self.method, audit=audit, backend=backend, seed=seed)
+        compiled = self.name.startswith(COMPILED)
+        session = attach(model, self.method, audit=audit, backend=backend, seed=seed, compile=compiled)
         try:
             session.books, self.backend = self.books, session.backend
-            if self.flex:
+            if self.name.removeprefix(COMPILED).startswith(FLEX):
                 session.attend = _flex_attend
             yield session
         finally:
