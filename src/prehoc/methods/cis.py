@@ -153,7 +153,9 @@ class CIS:
             selection.keys, selection.values = state["keys"][:, :, :longest], state["values"][:, :, :longest]
         return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs, copied=copies)
 
-    def _native(self, cis_step: Callable[..., tuple[Tensor, Tensor]], step: Step, state: State, middle: Middle) -> Decision:
+    def _native(
+        self, cis_step: Callable[..., tuple[Tensor, Tensor]], step: Step, state: State, middle: Middle
+    ) -> Decision:
         """Decide in one call of a native kernel, on the same state."""
         critical, always = middle.critical, self.sink + self.local
         best = tuple(keys // DILATE_SHARE if self.dilate is None else self.dilate for keys in critical)
@@ -178,9 +180,7 @@ class CIS:
             step.scale,
         )
         selection = Selection(state["indices"], state["lengths"])
-        return Decision(
-            selection, retrieved, cosine, middle.counted, middle.scored, anchors=True, heads=middle.heads
-        )
+        return Decision(selection, retrieved, cosine, middle.counted, middle.scored, anchors=True, heads=middle.heads)
 
     def _keeps_copies(self, step: Step) -> bool:
         """Return whether the selected rows are worth copying: lists that only grow, and kernels that would gather them."""
