@@ -124,7 +124,7 @@ def test_longbench_scores(name: str, answers: list[str], output: str, expected: 
 def test_longbench2_states_its_choices(tmp_path: Path) -> None:
     row = {"_id": "x", "question": " Why? ", "context": "text\n", "answer": "C"}
     row |= {f"choice_{letter}": f"{letter}{letter}" for letter in "ABCD"}
-    folder = write(tmp_path, "longbench_v2/sample.jsonl", [row, {**row, "answer": "E"}])
+    folder = write(tmp_path, "longbench_v2/sample.jsonl", [row, {**row, "_id": "y", "answer": "E"}])
     loaded = load(folder, "longbench2")
     (sample,) = loaded.samples
     assert full(sample) == (
@@ -157,10 +157,11 @@ def test_wikitext_is_cut_into_windows_that_follow_each_other(tmp_path: Path) -> 
     [
         ("coqa", "coqa/d.jsonl", "{not json", "it is not JSON"),
         ("coqa", "coqa/d.jsonl", "[1]", "it is not a JSON object"),
-        ("coqa", "coqa/d.jsonl", {**COQA, "answers": ["one"]}, "it has 2 questions and 1 answers"),
-        ("coqa", "coqa/d.jsonl", {**COQA, "answers": ["a cat", "The"]}, "empty once articles"),
+        ("coqa", "coqa/d.jsonl", {**COQA, "id": "s3", "answers": ["one"]}, "it has 2 questions and 1 answers"),
+        ("coqa", "coqa/d.jsonl", {**COQA, "id": "s3", "answers": ["a cat", "The"]}, "empty once articles"),
         ("coqa", "coqa/d.jsonl", {"id": "x"}, "it has no field 'questions'"),
-        ("coqa", "coqa/d.jsonl", {**COQA, "story": 3}, "field 'story' is int, not text"),
+        ("coqa", "coqa/d.jsonl", {**COQA, "id": "s3", "story": 3}, "field 'story' is int, not text"),
+        ("coqa", "coqa/d.jsonl", COQA, "its id 's1-1' was there before"),
         ("gsm8k_chat", "gsm8k/test.jsonl", {"question": "q", "answer": "two"}, "no number behind '####'"),
         ("kv_retrieval", "kv_retrieval/kv_75.jsonl", {"ordered_kv_records": [["a"]]}, "not enough values"),
         (
@@ -175,7 +176,8 @@ def test_a_malformed_row_is_named_by_file_and_line(
     tmp_path: Path, task: str, file: str, row: Any, message: str
 ) -> None:
     good = {"coqa": COQA, "gsm8k_chat": GSM}.get(task, {"ordered_kv_records": [["a", "1"]], "key": "a", "value": "1"})
-    loaded = load(write(tmp_path, file, [good, "", row, good]), task)
+    another = {**good, "id": "s2"} if task == "coqa" else good
+    loaded = load(write(tmp_path, file, [good, "", row, another]), task)
     (fault,) = loaded.faults
     assert str(fault).startswith(f"{file}, line 3: ") and message in str(fault)
     assert len(loaded.samples) == 2 * len(load(write(tmp_path, file, [good]), task).samples)

@@ -249,14 +249,18 @@ class Task(abc.ABC):
         """
         samples: list[Sample] = []
         faults: list[Fault] = []
+        names: set[str] = set()
         for row in rows:
             try:
                 found = parse(row.read(), row.line)
                 for sample in found:
+                    if sample.id in names:
+                        raise ValueError(f"its id {sample.id!r} was there before")
                     if not (sample.document or sample.question):
                         raise ValueError("its prompt is empty")
                     self.score(sample, "")
                 samples += found
+                names.update(sample.id for sample in found)
             except KeyError as error:
                 faults.append(Fault(row.file, row.line, f"it has no field {error}"))
             except json.JSONDecodeError as error:
