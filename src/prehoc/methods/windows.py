@@ -44,7 +44,8 @@ def _shares(window: _Equal, layers: int) -> tuple[float, ...]:
     if max(shares) >= 1.0:
         raise ValueError(
             f"phi={window.phi}, alpha={window.alpha} hide {total:.2f} layers of keys: method {window.name!r} cannot "
-            f"spread them over {layers} layers without hiding all keys of one; give a larger phi, a smaller alpha or a smaller start_layer"
+            f"spread them over {layers} layers without hiding all keys of one; give a larger phi, a smaller alpha or an "
+            "earlier start_layer"
         )
     return shares
 
