@@ -20,25 +20,25 @@ from prehoc.kernels import triton as ops
 from prehoc.kernels.triton import decode as decode_module
 from prehoc.kernels.triton import launch
 from prehoc.kernels.triton import prefill as prefill_module
+from prehoc.kernels.triton import score as score_module
 from prehoc.kernels.triton import topk as topk_module
 from prehoc.methods.cis import CIS
 from prehoc.selection import Rows, Selection, State, Step
 
-# the package has functions of these names
+# the package has a function of this name
 dilate_module = importlib.import_module("prehoc.kernels.triton.dilate")
-retrieve_module = importlib.import_module("prehoc.kernels.triton.retrieve")
+
 
 DEVICE = torch.device("cpu" if launch.INTERPRETED else "cuda")
 # largest error of an attention output of order one against float64 softmax over the same (rounded) inputs
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-DTYPES = list(TOLERANCE)
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SPLIT_KEYS", 40)
     monkeypatch.setattr(decode_module, "MOST_KEYS", 32)
-    monkeypatch.setattr(retrieve_module, "RELATE_KEYS", 32)
+    monkeypatch.setattr(score_module, "RELATE_KEYS", 32)
     monkeypatch.setattr(topk_module, "SELECT_KEYS", 32)
     monkeypatch.setattr(dilate_module, "KEYS", 32)
     small = {key: prefill_module.Tile(32, 16, 4, 2) for key in prefill_module.TILES}
@@ -181,6 +181,12 @@ def test_paged(block: int, shape: tuple[Any, ...]) -> None:
     indices, chosen, listed = some_lists(b, hkv, min(lengths), 25)
     got = ops.decode_selected_paged(q, k_blocks, v_blocks, table.to(DEVICE), indices, chosen, d**-0.5, with_lse=True)
     close(got, attend(q, k, v, per_query_head(listed, hkv * group), d**-0.5), dtype)
+    found = ops.retrieve_paged(q, k_blocks, table.to(DEVICE), counts, None, hkv, 2, 4, 30, d**-0.5).order
+    for pair, order in enumerate(found.tolist()):
+        i, head = pair // hkv, torch.tensor([pair % hkv])
+        one = q[i : i + 1].cpu(), k[i : i + 1, :, : lengths[i]].cpu()
+        wanted = reference.retrieve(*one, head, hkv, (0,), (2,), 2, 4, 30, d**-0.5).order[0].tolist()
+        assert order == wanted + [-1] * (30 - len(wanted))
 
 
 # ----------------------------------------------------------------------------------------------------------- retrieve

@@ -72,5 +72,6 @@ for d, group, dtype in shapes if capability >= 90 else shapes[:1]:
         ops.decode_dense(q, k, k, (0, 3), 8, (0, 90), 0.1)
         ops.decode_selected(q, k, k, lists, lengths, 0.1)
         ops.decode_dense_paged(q, blocks, blocks, table, meta(2), 0.1)
+        ops.retrieve_paged(q, blocks, table, meta(2), None, 2, 8, 32, 20, 0.1)
         ops.retrieve(q, k, meta(3, dtype=torch.int64), 2, (0, 3), (8, 90), 8, 32, 20, 0.1, True, "mean")
         ops.prefill_window(many, k[:, :, :600], k[:, :, :600], (0, 3), 0.1)

@@ -11,7 +11,7 @@ from prehoc.kernels.triton.decode import decode_dense, decode_selected
 from prehoc.kernels.triton.dilate import dilate
 from prehoc.kernels.triton.paged import decode_dense_paged, decode_selected_paged
 from prehoc.kernels.triton.prefill import prefill_window
-from prehoc.kernels.triton.retrieve import retrieve
+from prehoc.kernels.triton.retrieve import retrieve, retrieve_paged
 
 READS_IN_PLACE = True
 
@@ -26,4 +26,5 @@ __all__ = [
     "dilate",
     "prefill_window",
     "retrieve",
+    "retrieve_paged",
 ]

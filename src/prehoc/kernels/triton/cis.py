@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prehoc.kernels.triton import launch
 from prehoc.kernels.triton.dilate import build
-from prehoc.kernels.triton.retrieve import score
+from prehoc.kernels.triton.score import score
 from prehoc.kernels.triton.topk import best as best_of
 
 # Untuned: chosen by arithmetic, never timed on a GPU.
@@ -147,7 +147,8 @@ def cis_step(
             num_warps=WARPS,
         )
         gate = retrieved.view(-1)
-        found = score(q, k, None, gate, rows, hs, sink, local, min(start), scale, stats=group > 1, mean=False)
+        sizes = (hs, sink, local, n - local - min(start), scale)
+        found = score(q, k, None, gate, rows[0], rows[1], *sizes, stats=group > 1, mean=False, columns=n)
         order = best_of(found.bits, rows[1], None, gate, hs, n - local, max(critical))
         lists, lengths = state["indices"].view(-1, width), state["lengths"].view(-1)
         more = (per_best or 1) if limit is not None else 1

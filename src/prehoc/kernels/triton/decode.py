@@ -47,6 +47,16 @@ def _weigh(weights, values, GROUP: tl.constexpr):
         return tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
 
+@triton.jit
+def locate(column, inside, row, table, table_b, BLOCK: tl.constexpr):
+    """Return where columns lie, int64 ``[N]``: the row and the column, or when paged the block and the place in it."""
+    if BLOCK:
+        outer = tl.load(table + row.to(tl.int64) * table_b + column // BLOCK, mask=inside, other=0)
+        return outer.to(tl.int64), (column % BLOCK).to(tl.int64)
+    else:
+        return row.to(tl.int64), column.to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["columns", "sink", "width"])
 def _attend(
     q,  # [B, H, D], contiguous
@@ -122,12 +132,7 @@ def _attend(
             column = j
         else:
             column = tl.where(j < lead, first + j, start + j - lead)
-        if BLOCK:
-            outer = tl.load(table + row.to(tl.int64) * table_b + column // BLOCK, mask=inside, other=0).to(tl.int64)
-            inner = (column % BLOCK).to(tl.int64)
-        else:
-            outer = tl.zeros([N], tl.int64) + row
-            inner = column.to(tl.int64)
+        outer, inner = locate(column, inside, row, table, table_b, BLOCK)
         keys = tl.load(
             k_base + (outer * k_b + inner * k_n)[:, None] + d[None, :] * k_d,
             mask=inside[:, None] & (d[None, :] < D),
@@ -267,5 +272,5 @@ def decode_selected(
     with_lse: bool = False,
 ) -> Any:
     """Attend to the selected keys only, read in place; as in the reference backend."""
-    lists, counts = indices.contiguous(), lengths.contiguous()
+    lists, counts = indices.contiguous(), lengths.to(torch.int32).contiguous()
     return attend(q, k, v, scale, with_lse, indices.shape[2], lists=lists, counts=counts)

@@ -8,19 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prehoc.kernels.triton.topk import rests
+from prehoc.kernels.triton.topk import number, rests
 
 # Untuned: chosen by arithmetic, never timed on a GPU.
 KEYS, WARPS = 1024, 8
-
-
-@triton.jit
-def _number(x, row):
-    """Return the number of a row, from a line of them or the one that serves all rows."""
-    if x.dtype.is_ptr():
-        return tl.load(x + row).to(tl.int32)
-    else:
-        return x
 
 
 @triton.jit(do_not_specialize=["first", "start", "best", "critical", "limit", "k", "columns", "sink", "local", "width"])
@@ -53,10 +44,10 @@ def _dilate(
     if rests(gate, r):
         return
     row = r // per_row
-    lead = _number(first, row)
-    begin = _number(start, row)
-    many = _number(best, row)
-    allowed = _number(critical, row)
+    lead = number(first, row)
+    begin = number(start, row)
+    many = number(best, row)
+    allowed = number(critical, row)
     end = columns - local
     entry += r * pitch
     tile = tl.arange(0, N)
@@ -90,7 +81,7 @@ def _dilate(
             tl.atomic_add(arrivals + arrival, 1, mask=(j < columns) & (arrival <= k), sem="relaxed")
             seen += tl.sum((always & (j < columns)).to(tl.int32), 0)
         tl.debug_barrier()
-        most = _number(limit, row)
+        most = number(limit, row)
         fits = tl.full([], 0, tl.int32)
         for at in range(1, k + 1, N):
             some = tl.load(arrivals + at + tile, mask=at + tile <= k, other=0, cache_modifier=".cg")

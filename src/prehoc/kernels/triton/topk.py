@@ -23,6 +23,15 @@ def ordered(score):
 
 
 @triton.jit
+def number(x, row):
+    """Return the number of a row, from a line of them or the one that serves all rows."""
+    if x.dtype.is_ptr():
+        return tl.load(x + row).to(tl.int32)
+    else:
+        return x
+
+
+@triton.jit
 def rests(gate, r):
     """Return whether a gate lets head r rest."""
     if gate is None:
@@ -40,10 +49,10 @@ def flat(heads, r):
         return tl.load(heads + r)
 
 
-@triton.jit(do_not_specialize=["end", "topk"])
+@triton.jit(do_not_specialize=["starts", "end", "topk"])
 def _select(
     bits,  # int32 [R, width], by position in the middle
-    starts,  # int32 [B], first column of each row's middle
+    starts,  # where each row's middle begins: int32 [B], or one number; `end` alike
     heads,  # int64 [R] or None
     gate,  # bool [R] or None
     chosen,  # int64 [R, topk]
@@ -57,8 +66,8 @@ def _select(
     r = tl.program_id(0).to(tl.int64)
     if rests(gate, r):
         return
-    pair = flat(heads, r)
-    count = tl.maximum(end - tl.load(starts + pair // per_row), 0)
+    row = flat(heads, r) // per_row
+    count = tl.maximum(number(end, row) - number(starts, row), 0)
     need = tl.minimum(count, topk)
     room = tl.cdiv(count, 16) * 16  # whole vectors; what lies behind the count is masked when it is used
     line = bits + r * width
@@ -95,7 +104,7 @@ def _select(
         equals += tl.sum(equal, 0)
 
 
-@triton.jit(do_not_specialize=["end", "topk"])
+@triton.jit(do_not_specialize=["starts", "end", "topk"])
 def _order(
     chosen, starts, heads, gate, order, end, topk, per_row,
     K_PAD: tl.constexpr,
@@ -104,9 +113,9 @@ def _order(
     r = tl.program_id(0).to(tl.int64)
     if rests(gate, r):
         return
-    pair = flat(heads, r)
-    start = tl.load(starts + pair // per_row)
-    need = tl.minimum(tl.maximum(end - start, 0), topk)
+    row = flat(heads, r) // per_row
+    start = number(starts, row)
+    need = tl.minimum(tl.maximum(number(end, row) - start, 0), topk)
     j = tl.arange(0, K_PAD)
     packed = tl.load(chosen + r * topk + j, mask=j < need, other=-1)
     packed = tl.sort(packed, descending=True)
@@ -115,7 +124,13 @@ def _order(
 
 
 def best(
-    bits: Tensor, starts: Tensor, heads: Tensor | None, gate: Tensor | None, per_row: int, end: int, topk: int
+    bits: Tensor,
+    starts: Tensor | int,
+    heads: Tensor | None,
+    gate: Tensor | None,
+    per_row: int,
+    end: Tensor | int,
+    topk: int,
 ) -> Tensor:
     """Return int64 ``[R, topk]`` columns, best first, equal scores by lower column, -1 where the middle is smaller.
 
@@ -123,16 +138,14 @@ def best(
     ----------
     bits : Tensor
         int32 ``[R, width]``, scores as `ordered` returns them, by position in the middle; the width a multiple of 16.
-    starts : Tensor
-        int32 ``[B]``, the first column of each row's middle.
+    starts, end : Tensor or int
+        Where the middle begins and ends, int32 ``[B]`` or one number.
     heads : Tensor or None
         int64 ``[R]`` flat (row, head) pairs; None: all.
     gate : Tensor or None
         bool ``[R]``, heads to rank; the lines of the others hold nothing of value.
     per_row : int
         Heads of a row.
-    end : int
-        Where the middle ends.
     topk : int
         Columns a head, at least 1.
     """
@@ -151,7 +164,9 @@ def best(
     return torch.where(packed >= 0, column, -1)
 
 
-def begin(starts: Tensor, heads: Tensor | None, r: int, per_row: int) -> Tensor:
-    """Return int32 ``[R, 1]``: the first column of each head's middle."""
+def begin(starts: Tensor | int, heads: Tensor | None, r: int, per_row: int) -> Tensor | int:
+    """Return the first column of each head's middle, int32 ``[R, 1]`` or one number."""
+    if isinstance(starts, int):
+        return starts
     pairs = torch.arange(r, device=starts.device) if heads is None else heads
     return starts[pairs // per_row][:, None]
