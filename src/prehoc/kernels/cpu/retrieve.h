@@ -28,10 +28,10 @@ void score_keys(const float* q, const Head<T>& head, int64_t groups, int64_t dim
     with_size(std::max<int64_t>(dim, Chunk<T>::width), [&](auto wide) {
         for (int64_t at = from, turn = 0; at < to; at += kBlock, turn ^= 1) {
             const int64_t count = std::min(kBlock, to - at);
-            if (at + kBlock < to) find(at + kBlock, rows[turn ^ 1]);
-            else std::copy_n(rows[turn].at, kBlock, rows[turn ^ 1].at);
+            const bool more = at + kBlock < to;
+            if (more) find(at + kBlock, rows[turn ^ 1]);
             if (head.k_dim == 1)
-                score(rows[turn].at, rows[turn ^ 1].at, count, query.data(), groups, wide, made.data(), kBlock);
+                score(rows[turn].at, rows[more ? turn ^ 1 : turn].at, count, query.data(), groups, wide, made.data(), kBlock);
             else score_strips(rows[turn], head.k_dim, count, q, groups, dim, made.data(), kBlock);
             for (int64_t g = 0; g < groups; ++g) std::copy_n(made.data() + g * kBlock, count, out + g * stride + at - from);
         }

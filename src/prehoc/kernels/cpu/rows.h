@@ -1,6 +1,7 @@
 // Where the rows of one head are, in a plain or a paged cache.
 #pragma once
 
+#include <iterator>
 #include <vector>
 
 #include "simd.h"
@@ -48,7 +49,7 @@ struct Rows {
             at[j] = head.key(col - lane[j]);
         }
         if (head.k_dim == 1) finish(count, dim);
-        else std::fill_n(at + count, kLanes, at[count - 1]);
+        else std::fill(at + count, std::end(at), at[count - 1]);
     }
 
     template <class Column>
@@ -62,7 +63,7 @@ private:
         if (!copies.empty())
             for (int64_t j = 0; j < count; ++j)
                 at[j] = static_cast<const T*>(std::memcpy(copies.data() + j * Chunk<T>::width, at[j], dim * sizeof(T)));
-        std::fill_n(at + count, kLanes, at[count - 1]);  // tiles are whole
+        std::fill(at + count, std::end(at), at[count - 1]);  // tiles are whole, and what is fetched ahead exists
     }
 };
 

@@ -148,9 +148,9 @@ def decode_dense(
             grouped, k[:, :, min(first) :], v[:, :, min(first) :], attn_mask=mask, scale=scale
         )
     else:
-        rows = (slice(b, b + 1) for b in range(len(first)))
+        each = (slice(b, b + 1) for b in range(len(first)))
         out = torch.cat(
-            [_range_attention(grouped[b], k[b], v[b], first[b.start], sink, begin[b.start], scale) for b in rows]
+            [_range_attention(grouped[b], k[b], v[b], first[b.start], sink, begin[b.start], scale) for b in each]
         )
     return out.reshape(q.shape[0], q.shape[1], v.shape[-1])
 
