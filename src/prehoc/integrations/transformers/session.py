@@ -276,7 +276,7 @@ def attach(
     observe : bool
         Select and record, but attend densely.
     compile : bool
-        Run the decode steps through ``torch.compile``: the first one takes minutes on a CPU, all others less than uncompiled.
+        Run the decode steps through ``torch.compile``: the first one compiles the model, which takes long (docs/compile.md).
     extra : mapping, optional
         More keys for a method given as text.
 
