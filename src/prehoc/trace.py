@@ -65,6 +65,8 @@ class Trace:
         float32 ``[N, Hkv, P + S, D]``, keys.
     v : ndarray or None
         float32 ``[N, Hkv, P + S, Dv]``, values.
+    tokens : ndarray or None
+        str ``[P + S]``, the text of each token; the command line adds it.
     """
 
     retained: NDArray[np.float32]
@@ -81,6 +83,7 @@ class Trace:
     q: NDArray[np.float32] | None = None
     k: NDArray[np.float32] | None = None
     v: NDArray[np.float32] | None = None
+    tokens: NDArray[np.str_] | None = None
 
     def save(self, path: str | Path) -> None:
         """Write an npz file, whole or not at all.

@@ -48,6 +48,8 @@ def command(
     Each number stands beside that of an oracle, the exact best keys of the same query at the same budget.
     """
     text, facts = read_text(text_file)
+    import numpy as np
+
     from prehoc import models
     from prehoc.config import check_choice, check_int
     from prehoc.methods import parse_method, parse_pairs
@@ -63,9 +65,10 @@ def command(
     _common.setup(threads, seed)
     with _common.progress() as report:
         network, tokenizer = models.load(model, dtype, progress=report)
+        ids = token_ids(tokenizer, text)
         found = trace(
             network,
-            token_ids(tokenizer, text),
+            ids,
             prompt_tokens,
             steps,
             chosen,
@@ -75,6 +78,7 @@ def command(
             seed=seed,
             progress=report,
         )
+    found.tokens = np.array([tokenizer.decode([token]) for token in ids[: prompt_tokens + steps]])
     found.meta["text"] = facts
     found.meta["model"]["name"] = provenance.hide_folders(model)
     found.meta["command"] = provenance.command()
