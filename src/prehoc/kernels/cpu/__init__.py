@@ -14,6 +14,7 @@ from torch import Tensor
 from prehoc.kernels import reference
 from prehoc.kernels.cpu.arguments import numbers, pointer, storage, strides
 from prehoc.kernels.cpu.build import BuildError, library
+from prehoc.kernels.cpu.cheap import retrieve_compact
 from prehoc.kernels.cpu.decode import (
     decode_dense,
     decode_dense_paged,
@@ -31,6 +32,7 @@ __all__ = [
     "READS_IN_PLACE",
     "BuildError",
     "cis_step",
+    "compact",
     "decode_compact",
     "decode_dense",
     "decode_dense_paged",
@@ -39,11 +41,12 @@ __all__ = [
     "dilate",
     "library",
     "retrieve",
+    "retrieve_compact",
     "retrieve_paged",
     "stream",
 ]
 
-decode_compact = reference.decode_compact
+compact, decode_compact = reference.compact, reference.decode_compact
 
 
 def retrieve(

@@ -45,13 +45,6 @@ inline void soften(float* scores, int64_t count, int64_t groups, int64_t size, P
     }
 }
 
-// the columns that one head reads, in order: a list, or `lead` columns from `origin` on and then all from `begin` on
-struct Columns {
-    const int32_t* list;
-    int64_t lead, origin, begin;
-    int64_t operator()(int64_t j) const { return list ? list[j] : j < lead ? origin + j : begin + j - lead; }
-};
-
 // attend the keys column(j), j in [begin, end), of one selection head; while a block's keys are scored its values are fetched,
 // while its values are weighed the next block's keys
 template <class T, class Dim>

@@ -2,6 +2,7 @@
 // Shapes: q [B, H, D] contiguous float32 (already scaled); k, v [B, Hkv, n, D] with strides in elements and unit stride in D, or
 // with a block table [B, width] their blocks [NB, Hkv, block, D]; pages = (table width, block).
 
+#include "cheap.h"
 #include "cis.h"
 #include "decode.h"
 #include "dilate.h"
@@ -34,6 +35,18 @@ void prehoc_retrieve(int type, const float* q, const void* k, const int64_t* str
     with_type(type, [&](auto t) {
         retrieve<decltype(t)>(q, c, chosen, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], first, start, sizes[5], sizes[6],
                               sizes[7], sizes[8], sizes[9] != 0, sizes[10] != 0, order, ends);
+    });
+}
+
+// strides: of keys (3), codes (3), scales (row, head)
+void prehoc_retrieve_cheap(int type, const float* q, const void* k, const int8_t* codes, const float* scales, const int64_t* strides,
+                           const int64_t* sizes, const int64_t* chosen, const int64_t* first, const int64_t* start, int64_t* order) {
+    const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0};
+    const Cache compact{codes, nullptr, strides[3], strides[4], strides[5], 0, 0, 0};
+    with_type(type, [&](auto t) {
+        retrieve_cheap<decltype(t)>(q, c, compact, scales, strides[6], strides[7], chosen, sizes[0], sizes[1], sizes[2], sizes[3],
+                                    sizes[4], first, start, sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10] != 0,
+                                    order);
     });
 }
 

@@ -33,6 +33,13 @@ struct Head {
     const T* value(int64_t col) const { return v + (table ? table[col / block] * v_block + col % block * v_col : col * v_col); }
 };
 
+// the columns that one head reads, in order: a list, or `lead` columns from `origin` on and then all from `begin` on
+struct Columns {
+    const int32_t* list;
+    int64_t lead, origin, begin;
+    int64_t operator()(int64_t j) const { return list ? list[j] : j < lead ? origin + j : begin + j - lead; }
+};
+
 // pointers to the rows of a few keys, at most kBlock; rows shorter than a chunk are copied
 template <class T>
 struct Rows {

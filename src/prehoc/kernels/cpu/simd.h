@@ -37,6 +37,7 @@ typedef uint32_t uvecu __attribute__((vector_size(4 * kLanes), aligned(2), may_a
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
+struct code { int8_t bits; };  // a compact copy of keys, one scale a key
 
 // f(0) ... f(N - 1) with constant arguments: arrays that are indexed by them live in registers
 template <class F, int... I>
@@ -60,6 +61,10 @@ inline float widen(fp16 x) {
 
 // kLanes neighbouring elements in their order
 inline vec spread(const float* p) { return load(p); }
+inline vec spread(const code* p) {
+    typedef int8_t quarter __attribute__((vector_size(kLanes), aligned(1), may_alias));
+    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const quarter*>(p), ivec), vec);
+}
 inline vec spread(const bf16* p) {
     typedef uint16_t half __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
     return reinterpret_cast<vec>(__builtin_convertvector(*reinterpret_cast<const half*>(p), uvec) << 16);
@@ -93,6 +98,13 @@ struct Chunk<fp16> {
     static constexpr int parts = 2, width = 2 * kLanes;
     static int element(int part, int lane) { return part * kLanes + lane; }
     static void read(const fp16* p, vec* x) { x[0] = spread(p), x[1] = spread(p + kLanes); }
+};
+
+template <>
+struct Chunk<code> {
+    static constexpr int parts = 1, width = kLanes;
+    static int element(int, int lane) { return lane; }
+    static void read(const code* p, vec* x) { x[0] = spread(p); }
 };
 
 // two neighbours in one word: one load and two cheap operations make two registers, the even and the odd elements

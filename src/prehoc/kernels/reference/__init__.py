@@ -5,6 +5,7 @@ K and V are views ``[B, Hkv, n, D]`` of the preallocated cache; nothing here rep
 """
 
 from prehoc.kernels.host import group_queries
+from prehoc.kernels.reference.cheap import compact, retrieve_compact
 from prehoc.kernels.reference.decode import decode_compact, decode_dense, decode_selected, gather_rows
 from prehoc.kernels.reference.dilate import dilate
 from prehoc.kernels.reference.paged import decode_dense_paged, decode_selected_paged, gather_pages, retrieve_paged
@@ -15,6 +16,7 @@ READS_IN_PLACE = False  # gathering rows in torch is slow: a shared set is gathe
 __all__ = [
     "READS_IN_PLACE",
     "Retrieval",
+    "compact",
     "decode_compact",
     "decode_dense",
     "decode_dense_paged",
@@ -26,5 +28,6 @@ __all__ = [
     "group_queries",
     "ranked",
     "retrieve",
+    "retrieve_compact",
     "retrieve_paged",
 ]
