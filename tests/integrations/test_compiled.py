@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import prehoc
-from families import VOCABULARY, forced, fresh, generated, padded, tokens
+from families import VOCABULARY, cache_name, forced, fresh, generated, padded, tokens
 from prehoc.integrations.transformers import compiled
 from prehoc.integrations.transformers.layers import new_cache
 from prehoc.integrations.transformers.support import find_base
@@ -45,6 +45,11 @@ def small(seed: int = 0, layers: int = 2) -> Any:
         net = tf.LlamaForCausalLM(config).eval().requires_grad_(False)
     net.set_attn_implementation("sdpa")
     return net
+
+
+def run(net: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
+    """One forward on a cache of the caller's."""
+    return net(ids, use_cache=True, **{cache_name(net): cache}, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +131,7 @@ def test_a_second_turn_is_an_eager_forward_between_compiled_steps(counter: Any) 
         with prehoc.sparsify(net, METHODS[1], **options) as session, torch.no_grad():
             cache, logits = session.new_cache(), []
             for part in torch.split(tokens(1, 60), [30, 1, 1, 1, 20, 1, 1, 1, 1, 1, 1, 1], dim=1):
-                logits.append(net(part, use_cache=True, cache=cache).logits[:, -1])
+                logits.append(run(net, part, cache).logits[:, -1])
         found.append(torch.stack(logits))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
     assert counter.frame_count == 1
@@ -163,9 +168,9 @@ def test_a_model_without_its_head_keeps_its_signature() -> None:
     base, ids = small().model, tokens(1, 45)
     with prehoc.sparsify(base, METHODS[1], compile=True), torch.no_grad():
         cache = new_cache(base.config)
-        base(ids[:, :40], cache=cache)
-        out = base(ids[:, 40:41], cache=cache)
-        assert out.cache is cache and cache.get_seq_length() == 41
+        run(base, ids[:, :40], cache)
+        out = run(base, ids[:, 40:41], cache)
+        assert getattr(out, cache_name(base)) is cache and cache.get_seq_length() == 41
 
 
 def test_steps_of_two_sessions_interleaved_do_not_mix() -> None:
@@ -181,7 +186,7 @@ def test_steps_of_two_sessions_interleaved_do_not_mix() -> None:
         caches = [first.new_cache(), second.new_cache()]
         for part in torch.split(ids, [PROMPT] + [1] * 13, dim=1):
             for logits, net, cache in zip(got, nets, caches, strict=True):
-                logits.append(net(part, use_cache=True, cache=cache).logits[:, -1])
+                logits.append(run(net, part, cache).logits[:, -1])
     for ours, eager in zip(got, wanted, strict=True):
         torch.testing.assert_close(torch.stack(ours, 1), eager, rtol=0, atol=1e-5)
 
@@ -225,19 +230,19 @@ def test_what_a_graph_was_not_made_for_runs_uncompiled_and_says_so(counter: Any)
     net, ids = small(), tokens(1, 45)
     with prehoc.sparsify(net, "dense", compile=True) as session, torch.no_grad():
         cache = session.new_cache()
-        net(ids[:, :40], use_cache=True, cache=cache)
+        run(net, ids[:, :40], cache)
         with pytest.warns(RuntimeWarning, match="decode steps with the argument output_hidden_states run uncompiled"):
-            out = net(ids[:, 40:41], use_cache=True, cache=cache, output_hidden_states=True)
+            out = run(net, ids[:, 40:41], cache, output_hidden_states=True)
         assert len(out.hidden_states) == 3
         mask = torch.zeros(1, 1, 1, 42)
         with pytest.warns(RuntimeWarning, match="decode steps with a mask of the caller's own run uncompiled"):
-            net(ids[:, 41:42], attention_mask=mask, use_cache=True, cache=cache)
+            run(net, ids[:, 41:42], cache, attention_mask=mask)
     ids, mask = padded((3, 0), 45)
     with prehoc.sparsify(net, "dense", compile=True) as session, torch.no_grad():
         cache = session.new_cache()
-        net(ids[:, :40], attention_mask=mask[:, :40], use_cache=True, cache=cache)
+        run(net, ids[:, :40], cache, attention_mask=mask[:, :40])
         with pytest.warns(RuntimeWarning, match="decode steps with padding but without position_ids run uncompiled"):
-            net(ids[:, 40:41], attention_mask=mask[:, :41], use_cache=True, cache=cache)
+            run(net, ids[:, 40:41], cache, attention_mask=mask[:, :41])
     assert counter.frame_count == 0
 
 
