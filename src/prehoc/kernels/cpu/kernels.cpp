@@ -39,8 +39,9 @@ void prehoc_retrieve(int type, const float* q, const void* k, const int64_t* str
 }
 
 // strides: of keys (3), codes (3), scales (row, head)
-void prehoc_retrieve_cheap(int type, const float* q, const void* k, const int8_t* codes, const float* scales, const int64_t* strides,
-                           const int64_t* sizes, const int64_t* chosen, const int64_t* first, const int64_t* start, int64_t* order) {
+void prehoc_retrieve_cheap(int type, const float* q, const void* k, const int8_t* codes, const float* scales,
+                           const int64_t* strides, const int64_t* sizes, const int64_t* chosen, const int64_t* first,
+                           const int64_t* start, int64_t* order) {
     const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0};
     const Cache compact{codes, nullptr, strides[3], strides[4], strides[5], 0, 0, 0};
     with_type(type, [&](auto t) {
