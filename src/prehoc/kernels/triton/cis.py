@@ -58,7 +58,8 @@ def _gate(
     least = tl.where(unknown, float("nan"), tl.minimum(least, 1.0))
     old = tl.load(age + pair)
     old += (old >= 0).to(tl.int32)
-    need = (old < 0) | (old >= block_size) | ~(least > tau)
+    shares = (old >= 0) & (old < block_size) & (least > tau)
+    need = (old < 0) | (old >= block_size) | (least <= tau) | unknown
     tl.store(cosine + pair, least)
     tl.store(retrieved + pair, need)
     tl.store(age + pair, tl.where(need, 0, old))
@@ -66,11 +67,11 @@ def _gate(
     length = tl.load(lengths + pair)
     line = indices + pair.to(tl.int64) * width
     if FROZEN:  # a set that retrieves is written anew
-        tl.store(line + length, columns - 1, mask=~need & (length < width))
-        tl.store(lengths + pair, length + 1, mask=~need & (length < width))
+        tl.store(line + length, columns - 1, mask=shares & (length < width))
+        tl.store(lengths + pair, length + 1, mask=shares & (length < width))
     else:  # the last `local` entries are consecutive columns: all move on by one
         j = length - local + tl.arange(0, LOCAL_PAD)
-        moves = ~need & (j >= 0) & (j < length)
+        moves = shares & (j >= 0) & (j < length)
         tl.store(line + j, tl.load(line + j, mask=moves, other=0) + 1, mask=moves)
 
 

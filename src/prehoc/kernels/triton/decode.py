@@ -202,7 +202,7 @@ def attend(
     hs = hkv if lists is None else lists.shape[1]
     if hs not in (h, hkv):
         raise ValueError(f"{hs} selection heads fit neither {h} query heads nor {hkv} KV heads")
-    parts, group = launch.splits(keys, b * hs, q.device), h // hs
+    parts, group = launch.splits(keys, b * hs, q.device, launch.WAVES), h // hs
     out, lse = q.new_empty((b, h, dv)), q.new_empty((b, h), dtype=torch.float32)
     split_out = out if parts == 1 else q.new_empty((b, h, parts, dv), dtype=torch.float32)
     split_lse = lse if parts == 1 else lse.new_empty((b, h, parts))

@@ -47,8 +47,8 @@ def padded(size: int, least: int = 1) -> int:
     return max(int(triton.next_power_of_2(size)), least)
 
 
-def splits(keys: int, programs: int, device: torch.device, waves: int = WAVES) -> int:
-    """Return in how many parts at most `keys` keys are read by `programs` heads, from shapes alone."""
+def splits(keys: int, programs: int, device: torch.device, waves: int) -> int:
+    """Return in how many parts at most `keys` keys are read by `programs` heads, from shapes alone (`waves`: see WAVES)."""
     fill = -(-waves * _processors(device) // programs)
     return max(1, min(fill, -(-keys // SPLIT_KEYS), MAX_SPLITS))
 
