@@ -61,9 +61,16 @@ inline float widen(fp16 x) {
 
 // kLanes neighbouring elements in their order
 inline vec spread(const float* p) { return load(p); }
-inline vec spread(const code* p) {
-    typedef int8_t quarter __attribute__((vector_size(kLanes), aligned(1), may_alias));
-    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const quarter*>(p), ivec), vec);
+inline vec spread(const code* p) {  // the compiler's own conversion goes element by element
+#if defined(__AVX512F__)
+    return reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(__AVX2__)
+    return reinterpret_cast<vec>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
+#else
+    vec x;
+    for (int i = 0; i < kLanes; ++i) x[i] = p[i].bits;
+    return x;
+#endif
 }
 inline vec spread(const bf16* p) {
     typedef uint16_t half __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
