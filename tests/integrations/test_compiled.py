@@ -84,11 +84,15 @@ def test_all_methods_share_one_graph_and_equal_eager_steps(pad: tuple[int, ...],
     assert counter.frame_count == 1
 
 
-def test_shared_and_retrieved_sets_both_occurred() -> None:
-    net = small()
+def test_every_step_runs_in_the_graph_shared_or_retrieved(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, own, layers = small(), compiled.decode_layer, []
+    monkeypatch.setattr(
+        compiled, "decode_layer", lambda fwd, layer, *rest: layers.append(layer) or own(fwd, layer, *rest)
+    )
     with prehoc.sparsify(net, METHODS[1], compile=True) as session:
         forced(net, tokens(1, END), PROMPT)
         assert 0.25 <= session.report().decode.retrieval_ratio < 1
+    assert layers == [0, 1] * (END - PROMPT)
 
 
 @pytest.mark.parametrize("method", [f"cpe:critical=8,{SIZES}", f"h2o:critical=8,{SIZES}", "quest:budget=32"])
@@ -174,7 +178,7 @@ def test_a_model_without_its_head_keeps_its_signature() -> None:
 
 
 def test_steps_of_two_sessions_interleaved_do_not_mix() -> None:
-    nets, ids = [small(1), small(2)], tokens(1, 50)
+    nets, ids = [small(1), small(2, layers=3)], tokens(1, 50)
     wanted = []
     for net in nets:
         with prehoc.sparsify(net, METHODS[1]):
