@@ -7,7 +7,7 @@ from torch import Tensor
 
 from prehoc.selection import Rows, State
 
-SPARE = 128  # columns that an evicted store allocates ahead: the capacity of a whole text is no longer needed
+SPARE = 32  # columns that an evicted store allocates ahead: the capacity of a whole text is no longer needed
 
 
 class KVStore:

@@ -85,6 +85,7 @@ class Report:
             f"copied {d.bytes_copied / 1e6:.1f}, "
             f"keys and values {d.bytes_processed / 1e6:.1f}, indices {d.bytes_indices / 1e6:.1f}, "
             f"anchors {d.bytes_anchors / 1e6:.1f}",
+            f"bytes held       {self.cache_bytes / 1e6:.1f} MB: keys, values, spare capacity and selection state",
         ]
         if d.bytes_read > d.bytes_dense:
             lines.append("                 more than dense: this budget is too close to the text's length to pay")
@@ -106,7 +107,10 @@ class Report:
             )
             lines.append(f"total variation  {1 - mean:.4f}")
         elif d.counted_triples:
-            lines.append("retained mass    not audited: no triple was drawn; raise audit= or decode more steps")
+            lines.append(
+                "retained mass    not audited: no triple was drawn, or its keys were evicted; raise audit=, decode more steps, "
+                "or use prehoc trace"
+            )
         return lines
 
 
