@@ -63,7 +63,7 @@ def _gate(
     tl.store(cosine + pair, least)
     tl.store(retrieved + pair, need)
     tl.store(age + pair, tl.where(need, 0, old))
-    tl.store(anchor + place, unit, mask=valid & need)
+    tl.store(anchor + place, unit, mask=valid & (g[:, None] < tl.where(need, GROUP, 0)))
     length = tl.load(lengths + pair)
     line = indices + pair.to(tl.int64) * width
     if FROZEN:  # a set that retrieves is written anew
@@ -71,7 +71,7 @@ def _gate(
         tl.store(lengths + pair, length + 1, mask=shares & (length < width))
     else:  # the last `local` entries are consecutive columns: all move on by one
         j = length - local + tl.arange(0, LOCAL_PAD)
-        moves = shares & (j >= 0) & (j < length)
+        moves = (j >= 0) & (j < tl.where(shares, length, 0))
         tl.store(line + j, tl.load(line + j, mask=moves, other=0) + 1, mask=moves)
 
 
