@@ -23,6 +23,8 @@ COMMANDS = {
     "eval": "Evaluate methods on tasks, dense beside every row.",
     "bench": "Measure speed, dense beside every row.",
     "tune": "Choose settings by measurement.",
+    "report": "Draw results on one page, beside the paper's.",
+    "inspect": "Look at one trace: keys by step, layer and head.",
     "env": "Show versions, processor, compiler and folders.",
 }
 

@@ -1,0 +1,95 @@
+"""What every method reads and misses on the same queries and keys: Figure 6 and the controls of Tables VI and VII."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prehoc.plot import paper
+from prehoc.plot.figures_tune import SWEEP, counted, line, sweep_row
+from prehoc.plot.page import Block, Drawing, Table, interval, legend, number, panels
+from prehoc.plot.pareto import Point, pareto
+from prehoc.plot.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+
+
+def rivals(run: Run) -> list[Block]:
+    """Return the tables and figures of ``benchmarks/rivals.py``."""
+    rows = [_as_setting(row) for row in run.document["rows"]]
+    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    points = [
+        Point(
+            row["label"], row["retained"]["mean"], (row["retained"]["low"], row["retained"]["high"]), row["bytes_share"]
+        )
+        for row in rows
+    ]
+    blocks: list[Block] = [
+        pareto("mass of every method", "retained attention mass", points),
+        Drawing(
+            "Gap of retained mass and overlap over the retrieval ratio, by method",
+            "Mass that the oracle of the same budget retains beyond a method (beta, lower is better), and the share of its "
+            "critical keys that were read (higher is better); a line joins the budgets of one method. Bars are 95 % intervals.",
+            draw=lambda: _methods_over_ratio(rows),
+            paper=("Figure 6",),
+        ),
+    ]
+    for budget in budgets:
+        some = [sweep_row(row) for row in rows if row["budget"] in (budget, None)]
+        blocks.append(Table(f"Methods at a budget of {budget} keys", ("method", *SWEEP[1:]), some, counted(rows)))
+    controls = [
+        (row["label"], row["retrieval_ratio"]["mean"], row["keys"]["mean"], row["beta"])
+        for row in rows
+        if row["budget"]
+    ]
+    return [*blocks, *control_table(controls)]
+
+
+def _as_setting(row: Row) -> Row:
+    """Return a row of the rivals in the form of a sweep's; the oracle's mass is what is missed and what is retained."""
+    found: dict[str, Any] = {"label": row["method"]}
+    for name, value in row.items():
+        triple = isinstance(value, list)
+        found["retrieval_ratio" if name == "retrieved" else name] = (
+            dict(zip(("mean", "low", "high"), value, strict=True)) if triple else value
+        )
+    found["oracle"] = {"mean": found["retained"]["mean"] + found["beta"]["mean"]}
+    return found
+
+
+def _methods_over_ratio(rows: Sequence[Row]) -> Figure:
+    figure, axes = panels(2, 3.0)
+    names = list(dict.fromkeys(row["label"] for row in rows if row["retrieval_ratio"]["mean"]))
+    for axis, measure in zip(axes, ("beta", "overlap"), strict=True):
+        for index, name in enumerate(names):
+            own = [row for row in rows if row["label"] == name and row[measure]["mean"] is not None]
+            line(axis, [row["retrieval_ratio"]["mean"] for row in own], own, measure, index, name)
+        axis.set(xlabel="retrieval ratio", ylabel=measure)
+    legend(figure, axes[0])
+    return figure
+
+
+def control_table(rows: Sequence[tuple[str, float | None, float | None, Any]]) -> list[Table]:
+    """Return Tables VI and VII from (method, retrieval ratio, keys, beta), nothing where there is no control."""
+    known = [
+        (row, paper.CONTROLS[row[0].partition(":")[0]]) for row in rows if row[0].partition(":")[0] in paper.CONTROLS
+    ]
+    if {row[0].partition(":")[0] for row, _ in known} <= {"cis"}:
+        return []
+    found = [
+        [
+            method,
+            number(ratio, 3),
+            number(keys, 0),
+            interval(beta, 4),
+            *(f"{one:.3f}" for one in theirs[:2]),
+            f"{theirs[2]:.2f}",
+        ]
+        for (method, ratio, keys, beta), theirs in known
+    ]
+    header = ("method", "rho", "keys", "beta", "paper VI: beta", "paper VII: beta", "paper VI: GSM8K")
+    note = "The paper: about 1,060 keys at a retrieval ratio of about 10 %. Compare the order."
+    return [Table("Tables VI and VII: controls", header, found, note, paper=("Tables VI/VII",))]
