@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prehoc.kernels.host import advise_large_pages
 from prehoc.selection import Rows, State
 
 SPARE = 32  # columns that an evicted store allocates ahead: the capacity of a whole text is no longer needed
@@ -74,7 +75,7 @@ class KVStore:
             # made under inference_mode and continued outside of it: such a tensor cannot be written to
             return buffer.clone() if buffer.is_inference() and not torch.is_inference_mode_enabled() else buffer
         room = max(end, capacity if capacity >= end or buffer is None else 2 * buffer.shape[2])
-        grown = new.new_empty((new.shape[0], new.shape[1], room, new.shape[3]))
+        grown = _new(new, room)
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
@@ -206,6 +207,12 @@ class KVStore:
         every = torch.arange(len(self.rows.pad))
         twin.state, twin.notes = self.state.take(every), self.notes.take(every)
         twin._columns = None if self._columns is None else self._columns.clone()
-        twin._k = None if self._k is None else self._k.clone()
-        twin._v = None if self._v is None else self._v.clone()
+        twin._k, twin._v = (None if b is None else _new(b, b.shape[2]).copy_(b) for b in (self._k, self._v))
         return twin
+
+
+def _new(like: Tensor, columns: int) -> Tensor:
+    """Return an empty ``[B, Hkv, columns, D]`` beside `like` (``[B, Hkv, n, D]``), in large pages where they are to be had."""
+    buffer = like.new_empty((like.shape[0], like.shape[1], columns, like.shape[3]))
+    advise_large_pages(buffer)
+    return buffer

@@ -16,6 +16,7 @@ from prehoc.bench.lineup import make_rows
 from prehoc.bench.measured import Measured
 from prehoc.bench.refcheck import check_rows
 from prehoc.bench.rows import MethodRow, Row
+from prehoc.kernels.host import advise_large_pages
 from prehoc.selection import Rows, Step
 
 COLD = 32
@@ -101,7 +102,9 @@ class Held:
         size = (cell.batch, cell.shape.kv_heads, cell.length, cell.shape.dim)
 
         def buffer() -> Tensor:
-            return torch.empty(size, dtype=setup.dtype, device=setup.device)
+            buffer = torch.empty(size, dtype=setup.dtype, device=setup.device)
+            advise_large_pages(buffer)  # as the engine's caches are
+            return buffer
 
         return cls(held, [[(buffer(), buffer()) for _ in range(math.ceil(count / held))] for _ in range(held)])
 

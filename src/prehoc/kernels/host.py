@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 from torch import Tensor
+
+_LARGE_PAGE = 2**21
+_MADV_HUGEPAGE = 14
 
 
 def may_look(device: torch.device) -> bool:
@@ -17,3 +23,16 @@ def group_queries(q: Tensor, selection_heads: int, kv_heads: int) -> Tensor:
     if selection_heads not in (h, kv_heads):
         raise ValueError(f"{selection_heads} selection heads fit neither {h} query heads nor {kv_heads} KV heads")
     return q.view(b, selection_heads, h // selection_heads, d)
+
+
+def advise_large_pages(x: Tensor) -> None:
+    """Ask Linux for large pages behind a new tensor in main memory: rows gathered from many small pages miss the TLB.
+
+    It is advice: where the system does not know it, or gives none, nothing changes.
+    """
+    if x.device.type != "cpu" or sys.platform != "linux":
+        return
+    begin = -(-x.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
+    length = (x.data_ptr() + x.nbytes - begin) // _LARGE_PAGE * _LARGE_PAGE
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE))
