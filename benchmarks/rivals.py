@@ -3,7 +3,8 @@
 Every method chooses on the same queries and keys, those of the dense model, decoding the text's own tokens. One row is a method
 at a budget; n is the number of (window, layer, head) means behind an interval.
 
-    python benchmarks/rivals.py --text-file book.txt --budgets 128,512 --out benchmarks/rivals_smollm2.json
+    prehoc tune double-sparsity --text-file other.txt --prompt-tokens 512 --steps 64 --out channels.json
+    python benchmarks/rivals.py --text-file book.txt --budgets 128,256 --out benchmarks/rivals_smollm2.json
 """
 
 from __future__ import annotations
