@@ -115,8 +115,8 @@ def sweep_section() -> str:
         f" changes one thing from the defaults ([data and command](../../benchmarks/{path.name})).\n"
     )
     tables = [f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"]]
-    gates = {"no gate": "s=8, no gate", "0.4": "tau=0.4", "0.5": "defaults"}
-    gates |= {tau: f"tau={tau}" for tau in ("0.6", "0.7", "0.8", "0.9")}
+    gates = {tau: "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")}
+    gates = {"no gate": "s=8, no gate", **gates}
     lines = [
         "\nBytes of dense attention at equal mass: for each gate the budget is chosen so that it retains what tau 0.8 retains at"
         f" {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured budgets).\n",

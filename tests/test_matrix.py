@@ -42,6 +42,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "cis-query-head": (f"cis:{CIS},granularity=query_head", f"cis:{COVER_CIS},granularity=query_head"),
     "cis-star": (f"cis-star:{CIS}", f"cis-star:{COVER_CIS}"),
     "cis-mass": ("cis:sink=2,local=6,mass=0.5,block_size=4", "cis:sink=2,local=6,mass=1.0,block_size=4,tau=1"),
+    "cis-compact": (f"cis:{CIS},retrieval=compact", f"cis:{COVER_CIS},retrieval=compact"),
     "cis-ratio": ("cis:sink=2,local=6,ratio=0.4,block_size=4", "cis:sink=0,local=90,ratio=1.0,block_size=4"),
     "psaw": ("psaw:phi=0.3,alpha=1.0,start_layer=1,sink=2,local=6", "psaw:phi=1,start_layer=1"),
     "etf": ("etf:psi=0.4,start_layer=1", "etf:psi=1,start_layer=1"),

@@ -23,7 +23,7 @@ def test_every_method_by_name() -> None:
 
 def test_defaults_are_the_designs() -> None:
     cis = CIS()
-    assert (cis.sink, cis.local, cis.block_size, cis.tau, cis.radius) == (8, 32, 8, 0.5, 1)
+    assert (cis.sink, cis.local, cis.block_size, cis.tau, cis.radius) == (8, 32, 8, 0.6, 1)
     assert (cis.refresh, cis.local_window, cis.granularity, cis.matched, cis.dilate) == (
         "rolling",
         "frozen",

@@ -27,6 +27,7 @@ class Traffic:
     keys_read: int = 0
     keys_visible: int = 0
     bytes_scored: int = 0
+    bytes_compact: int = 0
     bytes_processed: int = 0
     bytes_copied: int = 0
     bytes_indices: int = 0
@@ -36,7 +37,8 @@ class Traffic:
     @property
     def bytes_read(self) -> int:
         """Bytes of the cache, of indices and of anchors that decode attention and selection read."""
-        return self.bytes_scored + self.bytes_copied + self.bytes_processed + self.bytes_indices + self.bytes_anchors
+        scored = self.bytes_scored + self.bytes_compact
+        return scored + self.bytes_copied + self.bytes_processed + self.bytes_indices + self.bytes_anchors
 
     @property
     def retrieval_ratio(self) -> float:
@@ -75,6 +77,7 @@ class _Pending:
     retrieved: Tensor  # bool [B, Hs]
     copied: bool
     scored: tuple[int, ...]  # per row, keys scored by a retrieval; empty: booked already
+    compact: tuple[int, ...]  # per row, bytes of the compact copy read by a retrieval; empty: none, or booked already
     key_bytes: int
     pair_bytes: int
 
@@ -129,12 +132,13 @@ class Books:
         retrieved = decision.retrieved
         if retrieved is None:
             retrieved = torch.zeros_like(chosen.lengths, dtype=torch.bool)
-        scored = tuple(hs * many for many in decision.scored) if decision.scores_all else ()
-        t.bytes_scored += sum(scored) * d * size
+        scored, compact = decision.scored, decision.compact
+        if decision.scores_all:
+            t.bytes_scored += hs * sum(scored) * d * size
+            t.bytes_compact += hs * sum(compact)
+            scored = compact = ()
         lengths = chosen.lengths.clone()  # the selector goes on writing to its own
-        self._pending.append(
-            _Pending(lengths, retrieved, decision.copied, () if scored else decision.scored, d * size, pair)
-        )
+        self._pending.append(_Pending(lengths, retrieved, decision.copied, scored, compact, d * size, pair))
         if len(self._pending) >= 256:
             self.flush()
 
@@ -196,6 +200,7 @@ class Books:
                 t.bytes_indices += sum(keys) * 4
                 t.retrievals += sum(hits)
                 t.bytes_scored += sum(h * many for h, many in zip(hits, entry.scored, strict=False)) * entry.key_bytes
+                t.bytes_compact += sum(h * many for h, many in zip(hits, entry.compact, strict=False))
         self._pending.clear()
 
     def audited(self) -> Tensor:

@@ -82,7 +82,7 @@ class Report:
             f"({d.keys_read / d.keys_visible:.1%})",
             f"bytes read       {d.bytes_read / 1e6:.1f} of {d.bytes_dense / 1e6:.1f} MB dense "
             f"({d.bytes_read / d.bytes_dense:.1%}): scored {d.bytes_scored / 1e6:.1f}, "
-            f"copied {d.bytes_copied / 1e6:.1f}, "
+            f"compact copy {d.bytes_compact / 1e6:.1f}, copied {d.bytes_copied / 1e6:.1f}, "
             f"keys and values {d.bytes_processed / 1e6:.1f}, indices {d.bytes_indices / 1e6:.1f}, "
             f"anchors {d.bytes_anchors / 1e6:.1f}",
             f"bytes held       {self.cache_bytes / 1e6:.1f} MB: keys, values, spare capacity and selection state",

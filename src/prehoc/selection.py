@@ -143,6 +143,8 @@ class Decision:
         Hs where `selection` does not say it (None: Hkv).
     copied : bool
         Whether the keys and values of the retrieved heads were copied.
+    compact : tuple of int
+        Per row, bytes of the int8 copy of the keys that one retrieval reads.
     summaries : int
         Bytes of stored summaries that were read to choose: page bounds, label channels, accumulated weights.
     evicted : tuple of int
@@ -160,6 +162,7 @@ class Decision:
     scores_all: bool = False
     heads: int | None = None
     copied: bool = False
+    compact: tuple[int, ...] = ()
     summaries: int = 0
     evicted: tuple[int, ...] = ()
     out: Tensor | None = None

@@ -17,7 +17,7 @@ show_traceback = False
 
 Model = Annotated[str, typer.Option("--model", help="Catalogue name, local folder, .gguf file, or hub id owner/name.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
-Backend = Annotated[str | None, typer.Option("--backend", help="auto, cpu (C++) or reference (torch).")]
+Backend = Annotated[str | None, typer.Option("--backend", help="auto, cpu (C++), triton or reference (torch).")]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="CPU threads; torch's own choice when not given.")
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from prehoc import kernels
 from prehoc.config import Budget
 from prehoc.kernels import host
-from prehoc.kernels.reference import Retrieval
+from prehoc.kernels.reference import Retrieval, retrieve_compact
 from prehoc.selection import Selection, Step
 
 DILATE_SHARE = 3  # m = k // 3, the paper's n_den
@@ -74,6 +74,8 @@ def retrieve_lists(
     radius: int,
     reserve: int | None = None,
     reduce: str = "max",
+    codes: tuple[Tensor, Tensor] | None = None,
+    rerank: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Retrieve for the chosen heads and return their lists: sinks, dilated set and local keys.
 
@@ -93,6 +95,10 @@ def retrieve_lists(
         CIS*: pay the dilation, and this many keys of window growth, out of the budget.
     reduce : {"max", "mean"}
         How the query heads of a group are merged.
+    codes : (Tensor, Tensor), optional
+        A compact copy of the keys (`kernels.reference.compact`): it is scored first, and only the best of it exactly.
+    rerank : int
+        With `codes`: keys scored exactly for each critical key.
 
     Returns
     -------
@@ -101,9 +107,7 @@ def retrieve_lists(
     """
     device = step.q.device
     ops = kernels.get(step.backend, device)
-    found = ops.retrieve(
-        step.q,
-        step.k,
+    place = (
         chosen,
         middle.heads,
         step.rows.pad,
@@ -112,9 +116,12 @@ def retrieve_lists(
         budget.local,
         max(middle.critical),
         step.scale,
-        with_mass=budget.mass is not None,
-        reduce=reduce,
     )
+    if codes is None:
+        found = ops.retrieve(step.q, step.k, *place, with_mass=budget.mass is not None, reduce=reduce)
+    else:
+        cheap = getattr(ops, "retrieve_compact", retrieve_compact)
+        found = cheap(step.q, step.k, *codes, *place, rerank=rerank, reduce=reduce)
     pairs = torch.arange(len(middle.start) * middle.heads, device=device) if chosen is None else chosen
     row = pairs // middle.heads
     critical = per_row(middle.critical, row)

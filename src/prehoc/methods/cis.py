@@ -15,6 +15,7 @@ from prehoc import kernels
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_bool, check_choice, check_int, check_range
 from prehoc.kernels import host
 from prehoc.methods import _compact
+from prehoc.methods._cheap import SCALE_BYTES, codes_of
 from prehoc.methods._retrieval import DILATE_SHARE, Middle, as_selection, cover, retrieve_lists
 from prehoc.selection import Decision, Plan, Selection, State, Step
 
@@ -47,6 +48,10 @@ class CIS:
         One set per KV head or per query head.
     matched : bool
         CIS*: pay the dilation out of the budget.
+    retrieval : {"exact", "compact"}
+        A retrieval scores every key, or an int8 copy of every key and then the best ``rerank * critical`` keys exactly.
+    rerank : int
+        See `retrieval`.
 
     Raises
     ------
@@ -63,13 +68,15 @@ class CIS:
     sink: int = DEFAULT_SINK
     local: int = DEFAULT_LOCAL
     block_size: int = 8
-    tau: float = 0.5
+    tau: float = 0.6
     dilate: int | None = None
     radius: int = 1
     refresh: Literal["rolling", "block"] = "rolling"
     local_window: Literal["frozen", "sliding"] = "frozen"
     granularity: Literal["kv_head", "query_head"] = "kv_head"
     matched: bool = False
+    retrieval: Literal["exact", "compact"] = "exact"
+    rerank: int = 2
 
     def __post_init__(self) -> None:
         self.size()
@@ -81,6 +88,12 @@ class CIS:
         check_choice("refresh", self.refresh, ("rolling", "block"))
         check_choice("local_window", self.local_window, ("frozen", "sliding"))
         check_choice("granularity", self.granularity, ("kv_head", "query_head"))
+        check_choice("retrieval", self.retrieval, ("exact", "compact"))
+        check_int("rerank", self.rerank, 1)
+        if self.retrieval == "compact" and self.mass is not None:
+            raise ValueError(
+                "mass= needs the exact weights of the keys: give budget, ratio or critical, or retrieval=exact"
+            )
         if self.matched and self.size().critical_for(1) is None:
             raise ValueError("matched=true needs a stated total: give budget, ratio or critical")
         if self.matched and self.budget is not None and self.budget < self.sink + self.local + self._growth + 1:
@@ -116,7 +129,8 @@ class CIS:
             return Decision(None, counted=middle.counted, heads=middle.heads)
         hs, device = middle.heads, step.q.device
         native = getattr(kernels.get(step.backend, device), "cis_step", None)
-        if native is not None and self.refresh == "rolling" and self.mass is None and all(middle.counted):
+        exact = self.retrieval == "exact"
+        if native is not None and self.refresh == "rolling" and self.mass is None and exact and all(middle.counted):
             return self._native(native, step, state, middle)
         look = host.may_look(device)
         q = step.q.float()
@@ -139,7 +153,10 @@ class CIS:
         if not look or bool(need.any()):  # where the host may not look, all heads retrieve and the mask decides
             chosen = None if not look or bool(need.all()) else need.flatten().nonzero()[:, 0]
             reserve = self._growth if self.matched else None
-            lists = retrieve_lists(step, middle, chosen, self.size(), self.dilate, self.radius, reserve)
+            codes = None if exact else codes_of(state, step)
+            lists = retrieve_lists(
+                step, middle, chosen, self.size(), self.dilate, self.radius, reserve, codes=codes, rerank=self.rerank
+            )
             today = self._store(step, state, lists, unit, need, chosen, boundary)
             if copies:
                 _compact.refill(state, step, chosen, lists[0])
@@ -151,7 +168,15 @@ class CIS:
         if "keys" in state and all(middle.counted):
             longest = selection.indices.shape[2]
             selection.keys, selection.values = state["keys"][:, :, :longest], state["values"][:, :, :longest]
-        return Decision(selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs, copied=copies)
+        decision = Decision(
+            selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs, copied=copies
+        )
+        if not exact:
+            width = step.q.shape[2] + SCALE_BYTES
+            decision.compact = tuple((keys - self.sink) * width for keys in middle.scored)
+            pairs = zip(middle.scored, middle.critical, strict=True)
+            decision.scored = tuple(min(self.rerank * critical, keys) + self.sink for keys, critical in pairs)
+        return decision
 
     def _native(
         self, cis_step: Callable[..., tuple[Tensor, Tensor]], step: Step, state: State, middle: Middle
@@ -240,11 +265,11 @@ def _reserve(state: State, step: Step, heads: int, width: int) -> None:
     indices: Tensor | None = state.get("indices")
     if indices is None:
         b, h, d = step.q.shape
-        number = {"dtype": torch.int32, "device": step.q.device}
-        state["indices"] = torch.full((b, heads, width), -1, **number)
-        state["lengths"] = torch.zeros((b, heads), **number)
-        state["age"] = torch.full((b, heads), -1, **number)
-        state["anchor"] = torch.full((b, h, d), torch.nan, device=step.q.device)
+        device = step.q.device
+        state["indices"] = torch.full((b, heads, width), -1, dtype=torch.int32, device=device)
+        state["lengths"] = torch.zeros((b, heads), dtype=torch.int32, device=device)
+        state["age"] = torch.full((b, heads), -1, dtype=torch.int32, device=device)
+        state["anchor"] = torch.full((b, h, d), torch.nan, device=device)
     elif indices.shape[2] < width:
         state["indices"] = F.pad(indices, (0, width - indices.shape[2]), value=-1)
 

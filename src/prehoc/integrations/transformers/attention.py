@@ -126,7 +126,8 @@ def _prefill(fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: f
         first = store.first or first
         if isinstance(fwd.plan.selector, Evictor):
             fwd.plan.selector.watch(q, k, first, scale, store.notes)
-    out, pairs = prefill_window(q, k, v, first, scale, hidden, sink)
+    kernel = getattr(kernels.get(fwd.backend, q.device), "prefill_window", prefill_window)
+    out, pairs = kernel(q, k, v, first, scale, hidden, sink)
     total = fwd.past + fwd.tokens
     dense = sum(causal_pairs(fwd.past - pad, total - pad, sliding) for pad in fwd.rows.pad)
     if sliding is not None:  # counted as dense counts them: what the blocks add is no choice of the method
