@@ -108,7 +108,7 @@ def retrieve_lists(
     """
     device = step.q.device
     ops = kernels.get(step.backend, device)
-    place = (
+    place: tuple[Any, ...] = (
         chosen,
         middle.heads,
         step.rows.pad,
