@@ -46,9 +46,16 @@ def look(page: Path, width: int, script: str = "", picture: Path | None = None, 
         text[:at] + _BEFORE + text[at:end] + _AFTER.replace("SCRIPT", script) + text[end:], encoding="utf-8"
     )
     frame.write_text(
-        _FRAME.replace("PAGE", watched.name).replace("WIDTH", str(width)).replace("HEIGHT", str(height)), encoding="utf-8"
+        _FRAME.replace("PAGE", watched.name).replace("WIDTH", str(width)).replace("HEIGHT", str(height)),
+        encoding="utf-8",
     )
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={max(width, 500)},{height}"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size={max(width, 500)},{height}",
+    ]
     flags += [f"--user-data-dir={page.parent / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
 
     def run(what: str) -> str:

@@ -37,14 +37,33 @@ def _task(table: Row) -> list[Block]:
     blocks += _paper(task, rows)
     controls = [(row["method"], row["retrieval_ratio"], row["keys"], row["beta"]) for row in rows if row["beta"]]
     blocks += control_table(controls)
+    if not table["not_informative"]:  # at the floor no method can lose anything: a figure would mislead
+        blocks += _figures(task, metric, scored)
+    masses = [
+        Point(
+            family(row["method"]),
+            row["retained_mass"]["mean"],
+            (row["retained_mass"]["low"], row["retained_mass"]["high"]),
+            row["bytes_share"],
+        )
+        for row in rows
+        if row["retained_mass"] and row["bytes_share"] is not None
+    ]
+    if masses:
+        blocks.append(pareto(f"{task}: mass", "retained attention mass, audited", masses))
+    return blocks
+
+
+def _figures(task: str, metric: str, scored: Sequence[Row]) -> list[Block]:
+    """Return the scores over the budget, the retrieval ratio, bytes and time."""
+    blocks: list[Block] = []
     label = f"{task}: {metric}"
     if len({row["keys"] for row in scored if row["keys"] is not None}) > 1:
         blocks.append(
             Drawing(
                 f"{label} over the budget",
                 f"{metric} of {task} with its 95 % interval over the keys processed per head and step; a line joins "
-                "the budgets of "
-                "one method.",
+                "the budgets of one method.",
                 draw=lambda: _over(scored, metric, "keys", "keys processed", (metric,)),
                 paper=("Figure 12",),
             )
@@ -54,8 +73,7 @@ def _task(table: Row) -> list[Block]:
             Drawing(
                 f"{label} over the retrieval ratio",
                 f"{metric} of {task}, and the gap of audited mass to the oracle of the same size (beta, lower is better), "
-                "over the "
-                "share of triples that ran a full retrieval. Bars are 95 % intervals.",
+                "over the share of triples that ran a full retrieval. Bars are 95 % intervals.",
                 draw=lambda: _over(
                     [row for row in scored if row["retrieval_ratio"] is not None],
                     metric,
@@ -78,18 +96,6 @@ def _task(table: Row) -> list[Block]:
     ]
     if any(point.share is not None for point in points):
         blocks.append(pareto(label, metric, points))
-    masses = [
-        Point(
-            family(row["method"]),
-            row["retained_mass"]["mean"],
-            (row["retained_mass"]["low"], row["retained_mass"]["high"]),
-            row["bytes_share"],
-        )
-        for row in rows
-        if row["retained_mass"] and row["bytes_share"] is not None
-    ]
-    if masses:
-        blocks.append(pareto(f"{task}: mass", "retained attention mass, audited", masses))
     return blocks
 
 

@@ -27,7 +27,7 @@ class Point:
     share : float or None
         Bytes read, as a share of dense.
     ms : float or None
-        Time of a step or token.
+        Time of a token.
     """
 
     method: str
@@ -63,7 +63,7 @@ def pareto(title: str, label: str, points: Sequence[Point]) -> Drawing:
 def _draw(label: str, points: Sequence[Point]) -> Figure:
     axes_of = [
         (name, text)
-        for name, text in (("share", "bytes read, share of dense"), ("ms", "ms"))
+        for name, text in (("share", "bytes read, share of dense"), ("ms", "ms per token"))
         if any(getattr(p, name) is not None for p in points)
     ]
     figure, axes = panels(len(axes_of), 3.2)

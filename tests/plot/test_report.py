@@ -1,0 +1,197 @@
+"""The page of the committed results and of one trace: numbers, the paper's beside them, figures, and how a browser shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_shapes import record
+from browser import look
+from prehoc.plot import paper
+from prehoc.plot.report import report
+from prehoc.plot.runs import Run, read_run
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NAMES = ("decode_8000_cpu", "demo", "theory_looseness", "tune_cis_smollm2", "tune_prefill_smollm2")
+
+
+@pytest.fixture(scope="module")
+def trace(tiny_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "<tiny>.npz"
+    method = "cis:critical=12,sink=4,local=9,tau=0.2,block_size=4"
+    found = record(tiny_llama, 117, 40, method, record=("selections", "qk"))
+    dataclasses.replace(found, tokens=None).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(trace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "figures").mkdir()
+    runs = [read_run(path) for path in (*(BENCHMARKS / f"{name}.json" for name in NAMES), trace)]
+    (folder / "page.html").write_text(report(runs, folder / "figures"), encoding="utf-8")
+    return folder / "page.html"
+
+
+class Structure(HTMLParser):
+    """The elements of a page, and the cells of its tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "table":
+            self.rows.append([])
+
+    def every(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def test_nothing_lies_outside_the_page(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//\w+\.\w", text)
+    parts = Structure(text)
+    assert not {"link", "script", "iframe", "object"} & {tag for tag, _ in parts.found}
+    for tag, attributes in parts.found:
+        for name in ("src", "href", "xlink:href"):
+            target = attributes.get(name) or "#"
+            assert target[0] == "#" or target.startswith("data:image/png;base64,"), (tag, target)
+    ids = [attributes["id"] for _, attributes in parts.found if "id" in attributes]
+    assert len(ids) == len(set(ids)), "figures must not share names"
+    used = set(re.findall(r"url\(#([^)]+)\)", text)) | {
+        href[1:] for _, attributes in parts.found if (href := attributes.get("xlink:href") or "").startswith("#")
+    }
+    assert used and used <= set(ids)
+
+
+def test_every_figure_says_what_it_shows_and_its_letters_are_text(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    parts = Structure(text)
+    pictures = [found for found in parts.every("svg") if found.get("role") == "img"]
+    assert len(pictures) == len(parts.every("figure")) == len(parts.every("figcaption")) > 12
+    for found in pictures:
+        for name in (found["aria-labelledby"] or "").split():
+            assert re.search(rf'id="{name}">[^<]{{8,}}<', text)
+    assert "<text" in text and ">retained attention mass, audited</text>" in text.replace("\n", "")
+    files = {path.suffix: 0 for path in (page.parent / "figures").iterdir()}
+    for path in (page.parent / "figures").iterdir():
+        files[path.suffix] += 1
+        assert path.stat().st_size > 1000
+    assert files == {".svg": len(pictures), ".png": len(pictures)}
+
+
+def test_numbers_stand_beside_their_source_and_the_papers(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    rows = Structure(text).rows
+    decode = json.loads((BENCHMARKS / "decode_8000_cpu.json").read_text())
+    for found in decode["rows"]:
+        row = next(row for row in rows if row and row[0] == found["system"] and f"{found['step_ms']:.1f}" in row)
+        assert f"{decode['rows'][1]['step_ms'] / found['step_ms']:.2f}" in row
+        if found.get("retained_mass"):
+            assert f"{found['retained_mass']:.4f}, n {found['audited']}" in row
+    assert decode["command"].split(" --methods")[0] in text and decode["machine"]["cpu"] in text
+    sweep = json.loads((BENCHMARKS / "tune_cis_smollm2.json").read_text())
+    found = next(row for row in sweep["rows"] if row["budget"] == 128 and row["label"] == "tau=0.7")
+    beta = "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**found["beta"])
+    ours = [f"{found['retrieval_ratio']['mean']:.3f}", f"{found['keys']['mean']:.0f}", beta]
+    assert ["s 8, tau 0.7, r 1", *ours, "0.152", "131", "18.01"] in rows
+    psaw = next(row for row in rows if row and row[0].startswith("psaw:phi=0.5,alpha=1.0") and row[-1])
+    assert psaw[-1] == "6.120"
+    assert [
+        "8 x 2048",
+        "1.21",
+        "1.24",
+        "1.10",
+        "1.13",
+        "1.18",
+        "1.15",
+        "1.19",
+        "1.20",
+        "1.24",
+    ] in rows  # Table V / GPT-Fast
+    assert "&lt;tiny&gt;.npz" in text and "<tiny>" not in text
+
+
+def test_what_is_missing_is_said(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    section = text[text.index('id="missing"') :]
+    assert "Figure 12:" in section and "Table II:" in section and "prehoc eval of gsm8k or coqa" in section
+    drawn = (
+        "Figure 2/11",
+        "Figure 3",
+        "Figure 4",
+        "Figure 5",
+        "Figure 6",
+        "Figure 7",
+        "Figure 8",
+        "Figure 9",
+        "Figure 10",
+    )
+    for part in (*drawn, "Table V:", "Table VIII:", "Pareto"):
+        assert f"{part}:" not in section.replace("::", ":"), part
+
+
+def test_a_run_without_its_keys_is_refused() -> None:
+    with pytest.raises(ValueError, match="half.json is no complete decode result .*rows.*; run its command again"):
+        report([Run("decode", "half.json", {"benchmark": "decode"})])
+
+
+def test_an_invalid_run_says_so_first() -> None:
+    document = json.loads((BENCHMARKS / "decode_8000_cpu.json").read_text())
+    text = report([Run("decode", "fast.json", {**document, "invalid": ["dense reads at 140 % of the stream"]})])
+    assert 'class="warning">This run is invalid' in text and "dense reads at 140 %" in text
+
+
+def test_controls_and_methods_stand_beside_tables_six_and_seven() -> None:
+    def row(method: str, budget: int | None, beta: float) -> dict[str, Any]:
+        triples = {name: [0.5, 0.4, 0.6] for name in ("retained", "beta_equal_keys", "overlap", "keys", "retrieved")}
+        return {"method": method, "budget": budget, "n": 9, "bytes_share": 0.2, "beta": [beta, 0.0, None], **triples}
+
+    rows = [row("dense", None, 0.0), row("cis", 128, 0.0125), row("random_expansion:seed=3", 128, 0.0375)]
+    found = Structure(report([Run("rivals", "rivals.json", {"rows": rows})])).rows
+    assert ["cis", "0.500", "0", "0.0125", "0.019", "0.018", "80.07"] in found
+    assert ["random_expansion:seed=3", "0.500", "0", "0.0375", "0.041", "0.036", "71.87"] in found
+    alone = report([Run("rivals", "rivals.json", {"rows": rows[:2]})])
+    assert "Tables VI/VII:" in alone[alone.index('id="missing"') :], "CIS alone is no control"
+
+
+def test_our_rows_find_the_papers_columns() -> None:
+    names = {
+        "sdpa-flash": "Flash",
+        "flex (cis-8:matched=true)": "Flex-BS",
+        "cpe-16:matched=true": "CPE-16",
+        "h2o": "H2O",
+    }
+    for ours, theirs in names.items():
+        place = paper.column(ours)
+        assert place is not None and paper.COLUMNS[place] == theirs
+    assert paper.column("dense") is None and paper.column("oracle:budget=8") is None
+    for table in (paper.ATTENTION_MS, paper.DECODE_TOKENS):
+        assert all(len(row) == len(paper.COLUMNS) for row in table.values())
+
+
+def test_a_phone_shows_it_whole(page: Path) -> None:
+    seen = look(page, 390)
+    assert seen["errors"] == [] and seen["loaded"] == []
+    assert seen["width"] == 390 and seen["content"] == 390, "the page itself must not scroll sideways"
