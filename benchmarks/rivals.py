@@ -27,9 +27,9 @@ from prehoc.trace import Trace, trace
 ROWS = (
     "oracle",
     "streaming",
-    "cis",
-    "direct_reuse",
-    "random_expansion",
+    "cis:tau=0.5",  # the gate is stated: a default that changes later must not change what a row means
+    "direct_reuse:tau=0.5",
+    "random_expansion:tau=0.5",
     "quest",
     "double_sparsity",
     "double_sparsity:channels=4",
