@@ -35,7 +35,7 @@ await drawn("0/0");
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sys.argv", ["prehoc", "inspect", *words])
+    monkeypatch.setattr("sys.argv", ["prehoc", *words])
     try:
         cli.main()
     except SystemExit as stop:
@@ -52,7 +52,7 @@ def found(tiny_llama: Callable[..., Path]) -> Trace:
 @pytest.fixture
 def page(found: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found.save(tmp_path / "t.npz")
-    assert call(monkeypatch, str(tmp_path / "t.npz"), "--out", str(tmp_path / "page.html")) == 0
+    assert call(monkeypatch, "inspect", str(tmp_path / "t.npz"), "--out", str(tmp_path / "page.html")) == 0
     return tmp_path / "page.html"
 
 
@@ -109,6 +109,15 @@ def test_zooming_reads_the_keys_in_view(page: Path) -> None:
     assert seen["keys"] == list(range(10, 31))
 
 
+def test_the_command_that_traces_keeps_the_tokens(
+    tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tiny_llama({"text.txt": 60}), tmp_path / "t.npz"
+    words = ["--model", str(folder), "--text-file", str(folder / "text.txt"), "--prompt-tokens", "40", "--steps", "3"]
+    assert call(monkeypatch, "trace", *words, "--method", "dense", "--out", str(out)) == 0
+    assert Trace.load(out).tokens.tolist() == [f"w{i}" for i in range(43)]
+
+
 def test_errors(
     found: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +130,6 @@ def test_errors(
         ),
         ((str(tmp_path / "bare.npz"), "--out", str(tmp_path / "no/a.html")), "there is no folder"),
     ):
-        assert call(monkeypatch, *words) == 2
+        assert call(monkeypatch, "inspect", *words) == 2
         assert why in capsys.readouterr().err
     assert not (tmp_path / "a.html").exists()

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from bench_shapes import record
 from browser import look
 from prehoc.plot import paper
+from prehoc.plot.inspect import inspect
 from prehoc.plot.report import report
 from prehoc.plot.runs import Run, read_run
+from prehoc.trace import trace as trace_model
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = ("decode_8000_cpu", "demo", "theory_looseness", "tune_cis_smollm2", "tune_prefill_smollm2")
@@ -150,6 +154,19 @@ def test_what_is_missing_is_said(page: Path) -> None:
     )
     for part in (*drawn, "Table V:", "Table VIII:", "Pareto"):
         assert f"{part}:" not in section.replace("::", ":"), part
+
+
+def test_layers_that_slide_are_left_out() -> None:
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "sliding_window": 16}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(layer_types=kinds, **shape, **sizes)).eval()
+    ids = torch.randint(1, 60, (100,), generator=torch.Generator().manual_seed(0))
+    method = "cis:critical=12,sink=4,local=9,tau=0.2,block_size=4"
+    found = trace_model(model, ids, 80, 20, method, observe=True, record=("selections", "qk"), backend="reference")
+    text = report([Run("trace", "slides.npz", found.meta, found)])
+    assert "layers 1, head 0" in text and ">layer 1</text>" in text and ">layer 0</text>" not in text
+    assert 'id="data"' in inspect(found, "slides") and '"layers":[1]' in inspect(found, "slides")
 
 
 def test_a_run_without_its_keys_is_refused() -> None:

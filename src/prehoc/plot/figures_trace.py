@@ -181,7 +181,7 @@ def _norms(found: Trace) -> Figure:
     ages = _ages(found)
     step = np.arange(steps)[:, None, None]
     norms = np.linalg.norm(found.q, axis=-1).reshape(steps, layers, heads, -1)  # [S, N, Hs, G]
-    anchor = np.take_along_axis(norms, np.clip(step - ages, 0, None)[..., None], 0)
+    anchor = np.take_along_axis(norms, (step - np.maximum(ages, 0))[..., None], 0)
     ratio = (norms / anchor)[(ages > 0) & np.isfinite(norms).all(-1)].ravel()
     low, high = np.quantile(ratio, (0.005, 0.995))
     figure, (axis,) = panels(1, 2.8)

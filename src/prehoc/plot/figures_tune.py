@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prehoc.methods import CIS, parse_method
+from prehoc.methods import parse_method
 from prehoc.plot import cis as cis_picture
 from prehoc.plot import paper
 from prehoc.plot import tune as prefill_picture
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
+DILATION = {"m=0": 0.0, "m=k/6": 1 / 6, "defaults": 1 / 3, "m=k": 1.0}
+"""Dilation m / k by the labels of the sweep."""
 SWEEP = (
     "setting",
     "rho",
@@ -89,14 +91,14 @@ def sweep_row(row: Row) -> list[str]:
     ]
 
 
-def _gated(rows: Sequence[Row], budget: int) -> list[tuple[CIS, Row]]:
-    """Return the rows at one budget that differ from the defaults in tau alone, by rising tau."""
+def _gated(rows: Sequence[Row], budget: int) -> list[tuple[float, Row]]:
+    """Return tau and row of those that vary it, by rising tau; labels say it, whatever the default was then."""
     found = [
-        (parse_method(row["method"]), row)
+        (float(row["label"].removeprefix("tau=")), row)
         for row in rows
-        if row["budget"] == budget and row["varies"] in ("none", "tau")
+        if row["budget"] == budget and row["varies"] == "tau"
     ]
-    return sorted(((method, row) for method, row in found if isinstance(method, CIS)), key=lambda pair: pair[0].tau)
+    return sorted(found, key=lambda pair: pair[0])
 
 
 def _errors(rows: Sequence[Row], measure: str) -> list[list[float]]:
@@ -127,31 +129,24 @@ def _over_ratio(rows: Sequence[Row], budgets: Sequence[int]) -> Figure:
 def _sensitivity(rows: Sequence[Row], budgets: Sequence[int]) -> Figure:
     figure, (dilation, gate) = panels(2)
     for index, budget in enumerate(budgets):
-        varied = [row for row in rows if row["budget"] == budget and row["varies"] in ("none", "dilate")]
-        pairs = sorted(((_dilated(row), row) for row in varied), key=lambda pair: pair[0])
+        varied = {row["label"]: row for row in rows if row["budget"] == budget}
+        pairs = [(share, varied[label]) for label, share in DILATION.items() if label in varied]
         line(dilation, [x for x, _ in pairs], [row for _, row in pairs], "beta", index, f"{budget} keys")
         gated = _gated(rows, budget)
-        line(gate, [method.tau for method, _ in gated], [row for _, row in gated], "beta", index, f"{budget} keys")
+        line(gate, [tau for tau, _ in gated], [row for _, row in gated], "beta", index, f"{budget} keys")
     dilation.set(xlabel="dilation m / k", ylabel="beta")
     gate.set(xlabel="gate tau", ylabel="beta")
     legend(figure, dilation)
     return figure
 
 
-def _dilated(row: Row) -> float:
-    """Return m / k of a row of the sweep."""
-    method = parse_method(row["method"])
-    assert isinstance(method, CIS)
-    return 1 / 3 if method.dilate is None else method.dilate / (row["budget"] - method.sink - method.local)
-
-
 def _tuned(rows: Sequence[Row]) -> Table | None:
     """Return the paper's settings of CIS at a budget of 128 beside ours, None if the sweep has none of them."""
     found = []
     for (size, tau, radius), (ratio, keys, score) in paper.TUNING.items():
-        wanted = CIS(budget=128, block_size=size, tau=tau, radius=radius)
+        label = f"tau={tau}" if size == 8 else f"s={size}, tau={tau}"  # blocks of 8 and a radius of 1 are not named
         for row in rows:
-            if row["budget"] == 128 and parse_method(row["method"]) == wanted:
+            if row["budget"] == 128 and row["label"] == label and radius == 1:
                 ours = [
                     number(row["retrieval_ratio"]["mean"], 3),
                     number(row["keys"]["mean"], 0),

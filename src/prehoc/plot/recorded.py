@@ -99,7 +99,8 @@ class Layer:
 
     def _hidden(self) -> NDArray[np.int64]:
         """Return int64 ``[S]``: the first column that the method's depth window shows each step."""
-        window = parse_method(self._found.meta["method"]).plan().window
+        name, keys = self._found.meta["method"].partition(":")[0], self._found.meta["keys"]
+        window = parse_method(name, {key: value for key, value in keys.items() if value is not None}).plan().window
         masked: Callable[[int], int] | None = None
         if window is not None:
             masked = window.masked(self._number, self._found.meta["layers"])
