@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from bench_shapes import record
 from browser import look
 from prehoc import cli
+from prehoc.plot.inspect import inspect
 from prehoc.plot.recorded import Layer
 from prehoc.trace import Trace
 
@@ -116,6 +118,12 @@ def test_the_command_that_traces_keeps_the_tokens(
     words = ["--model", str(folder), "--text-file", str(folder / "text.txt"), "--prompt-tokens", "40", "--steps", "3"]
     assert call(monkeypatch, "trace", *words, "--method", "dense", "--out", str(out)) == 0
     assert Trace.load(out).tokens.tolist() == [f"w{i}" for i in range(43)]
+
+
+def test_what_is_not_installed_is_named(found: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ValueError, match=r"needs plotly: pip install 'prehoc\[plot\]'"):
+        inspect(found, "t")
 
 
 def test_errors(

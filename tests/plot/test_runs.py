@@ -20,6 +20,7 @@ def test_every_committed_result_is_recognised() -> None:
     assert set(kinds.values()) <= set(KINDS)
     assert kinds["decode_500_cpu.json"] == "decode" and kinds["demo.json"] == "demo"
     assert kinds["tune_cis_smollm2.json"] == "tune cis" and kinds["tune_prefill_smollm2.json"] == "tune prefill"
+    assert kinds["passkey_gate_smollm2.json"] == "eval" and kinds["rivals_depth_smollm2.json"] == "rivals"
     assert kinds["theory_looseness.json"] == "theory"
 
 

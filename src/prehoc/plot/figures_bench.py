@@ -221,7 +221,7 @@ def _steps(cells: Sequence[Row]) -> Figure:
     from matplotlib.figure import Figure
 
     rows = [len(cell["rows"]) for cell in cells]
-    figure = Figure(figsize=(WIDTH, 0.33 * sum(rows) + 0.9 * len(cells) + 0.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.33 * sum(rows) + 0.9 * len(cells)), layout="constrained")
     axes = figure.subplots(len(cells), 1, squeeze=False, height_ratios=rows)[:, 0]
     for axis, cell in zip(axes, cells, strict=True):
         names = [row["system"] for row in cell["rows"]]

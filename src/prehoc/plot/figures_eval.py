@@ -62,25 +62,20 @@ def _figures(task: str, metric: str, scored: Sequence[Row]) -> list[Block]:
         blocks.append(
             Drawing(
                 f"{label} over the budget",
-                f"{metric} of {task} with its 95 % interval over the keys processed per head and step; a line joins "
+                f"Score {metric} of {task} with its 95 % interval over the keys processed per head and step; a line joins "
                 "the budgets of one method.",
                 draw=lambda: _over(scored, metric, "keys", "keys processed", (metric,)),
                 paper=("Figure 12",),
             )
         )
-    if any(row["retrieval_ratio"] is not None for row in scored):
+    sharing = [row for row in scored if row["retrieval_ratio"] and not row["method"].startswith("oracle")]
+    if sharing:
         blocks.append(
             Drawing(
                 f"{label} over the retrieval ratio",
-                f"{metric} of {task}, and the gap of audited mass to the oracle of the same size (beta, lower is better), "
+                f"Score {metric} of {task}, and the gap of audited mass to the oracle of the same size (beta, lower is better), "
                 "over the share of triples that ran a full retrieval. Bars are 95 % intervals.",
-                draw=lambda: _over(
-                    [row for row in scored if row["retrieval_ratio"] is not None],
-                    metric,
-                    "retrieval_ratio",
-                    "retrieval ratio",
-                    (metric, "beta"),
-                ),
+                draw=lambda: _over(sharing, metric, "retrieval_ratio", "retrieval ratio", (metric, "beta")),
                 paper=("Figure 6",),
             )
         )

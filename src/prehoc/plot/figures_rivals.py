@@ -27,19 +27,29 @@ def rivals(run: Run) -> list[Block]:
         )
         for row in rows
     ]
-    blocks: list[Block] = [
-        pareto("mass of every method", "retained attention mass", points),
-        Drawing(
-            "Gap of retained mass and overlap over the retrieval ratio, by method",
-            "Mass that the oracle of the same budget retains beyond a method (beta, lower is better), and the share of its "
-            "critical keys that were read (higher is better); a line joins the budgets of one method. Bars are 95 % intervals.",
-            draw=lambda: _methods_over_ratio(rows),
-            paper=("Figure 6",),
-        ),
-    ]
-    for budget in budgets:
+    blocks: list[Block] = [pareto("mass of every method", "retained attention mass", points)]
+    sharing = [row for row in rows if row["retrieval_ratio"]["mean"] and not row["label"].startswith("oracle")]
+    if sharing:
+        blocks.append(
+            Drawing(
+                "Gap of retained mass and overlap over the retrieval ratio, by method",
+                "Mass that the oracle of the same budget retains beyond a method (beta, lower is better), and the share of its "
+                "critical keys that were read (higher is better); a line joins the budgets of one method. Bars are 95 % "
+                "intervals.",
+                draw=lambda: _methods_over_ratio(sharing),
+                paper=("Figure 6",),
+            )
+        )
+    for budget in budgets or [None]:
         some = [sweep_row(row) for row in rows if row["budget"] in (budget, None)]
-        blocks.append(Table(f"Methods at a budget of {budget} keys", ("method", *SWEEP[1:]), some, counted(rows)))
+        blocks.append(
+            Table(
+                f"Methods at a budget of {budget} keys" if budget else "Methods",
+                ("method", *SWEEP[1:]),
+                some,
+                counted(rows),
+            )
+        )
     controls = [
         (row["label"], row["retrieval_ratio"]["mean"], row["keys"]["mean"], row["beta"])
         for row in rows
@@ -62,7 +72,7 @@ def _as_setting(row: Row) -> Row:
 
 def _methods_over_ratio(rows: Sequence[Row]) -> Figure:
     figure, axes = panels(2, 3.0)
-    names = list(dict.fromkeys(row["label"] for row in rows if row["retrieval_ratio"]["mean"]))
+    names = list(dict.fromkeys(row["label"] for row in rows))
     for axis, measure in zip(axes, ("beta", "overlap"), strict=True):
         for index, name in enumerate(names):
             own = [row for row in rows if row["label"] == name and row[measure]["mean"] is not None]

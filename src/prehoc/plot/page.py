@@ -137,6 +137,10 @@ def legend(figure: Figure, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     longest = max(map(len, labels), default=0)
     columns = 3 if longest < 16 else 2 if longest < 28 else 1
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(
+        width, height + 0.17 * (-(-len(labels) // columns))
+    )  # the legend takes nothing from the axes
     figure.legend(handles, labels, frameon=False, ncols=columns, loc="outside lower center")
 
 

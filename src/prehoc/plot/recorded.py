@@ -67,7 +67,7 @@ class Layer:
         read = read_mask(found, self._number)
         out = np.where(np.asarray(self._column < self._seen), UNREAD, UNSEEN).astype(np.uint8)  # [S, n]
         out = np.broadcast_to(out, read.shape).copy()
-        out[self.oracle() & ~read] = MISSED
+        out[self.oracle()] = MISSED  # those that are read become something else below
         anchors = _anchors(found.retrieved[:, self._number].T)  # [Hs, S]
         total, column = np.asarray(self._seen)[:, 0], np.asarray(self._column)
         local = (

@@ -71,7 +71,7 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return where the numbers of a run come from."""
     model = document.get("model")
     facts: list[tuple[str, Any]] = [
-        ("command", document.get("command")),
+        *((name.replace("_", " "), value) for name, value in document.items() if name.startswith("command")),
         ("model", ", ".join(map(str, model.values())) if isinstance(model, dict) else model),
         ("dtype", document.get("dtype")),
         ("backend", document.get("backend")),

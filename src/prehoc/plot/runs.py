@@ -58,7 +58,7 @@ def read_run(path: Path) -> Run:
     kind = _kind(document)
     if kind is None:
         raise ValueError(f"{str(path)!r} is nothing that prehoc wrote; accepted are: {ACCEPTED}")
-    return Run(kind, path.resolve().parent.name if kind == "eval" else path.name, document)
+    return Run(kind, path.resolve().parent.name if path.name == "summary.json" else path.name, document)
 
 
 def _evaluation(folder: Path) -> Run:
