@@ -20,7 +20,7 @@ def test_every_committed_result_is_recognised() -> None:
     assert set(kinds.values()) <= set(KINDS)
     assert kinds["decode_500_cpu.json"] == "decode" and kinds["demo.json"] == "demo"
     assert kinds["tune_cis_smollm2.json"] == "tune cis" and kinds["tune_prefill_smollm2.json"] == "tune prefill"
-    assert kinds["passkey_gate_smollm2.json"] == "eval" and kinds["rivals_depth_smollm2.json"] == "rivals"
+    assert kinds["rivals_smollm2.json"] == kinds["rivals_depth_smollm2.json"] == "rivals"
     assert kinds["theory_looseness.json"] == "theory"
 
 
@@ -33,6 +33,8 @@ def test_folders_and_traces(tmp_path: Path, tiny_llama: Callable[..., Path]) -> 
     (folder / "summary.json").write_text(json.dumps({"tables": [], "chat_template": None}))
     for path in (folder, folder / "summary.json"):
         assert (read_run(path).kind, read_run(path).name) == ("eval", "mine")
+    (folder / "summary.json").rename(folder / "kept.json")
+    assert (read_run(folder / "kept.json").kind, read_run(folder / "kept.json").name) == ("eval", "kept.json")
 
 
 def test_refusals(tmp_path: Path) -> None:
