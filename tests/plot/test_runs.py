@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def test_every_committed_result_is_recognised() -> None:
     kinds = {path.name: read_run(path).kind for path in sorted(BENCHMARKS.glob("*.json"))}
     assert set(kinds.values()) <= set(KINDS)
-    assert kinds["decode_500_cpu.json"] == "decode" and kinds["demo.json"] == "demo"
+    assert kinds["decode_short.json"] == "decode" and kinds["demo.json"] == "demo"
     assert kinds["tune_cis_smollm2.json"] == "tune cis" and kinds["tune_prefill_smollm2.json"] == "tune prefill"
     assert kinds["rivals_smollm2.json"] == kinds["rivals_depth_smollm2.json"] == "rivals"
     assert kinds["theory_looseness.json"] == "theory"

@@ -90,6 +90,10 @@ class CIS:
         check_choice("granularity", self.granularity, ("kv_head", "query_head"))
         check_choice("retrieval", self.retrieval, ("exact", "compact"))
         check_int("rerank", self.rerank, 1)
+        if self.retrieval == "exact" and self.rerank != CIS.rerank:
+            raise ValueError(
+                f"rerank={self.rerank} is for retrieval=compact: an exact retrieval ranks every key already"
+            )
         if self.retrieval == "compact" and self.mass is not None:
             raise ValueError(
                 "mass= needs the exact weights of the keys: give budget, ratio or critical, or retrieval=exact"
@@ -149,10 +153,11 @@ class CIS:
             need = torch.ones_like(cosine, dtype=torch.bool)
         if not all(middle.counted):
             need &= torch.tensor(middle.counted, device=device)[:, None]
-        today, copies = None, look and self._keeps_copies(step)
+        today, coded, copies = None, 0, look and self._keeps_copies(step)
         if not look or bool(need.any()):  # where the host may not look, all heads retrieve and the mask decides
             chosen = None if not look or bool(need.all()) else need.flatten().nonzero()[:, 0]
             reserve = self._growth if self.matched else None
+            coded = 0 if exact else step.key_bytes(state.get("coded", 0))
             codes = None if exact else codes_of(state, step)
             lists = retrieve_lists(
                 step, middle, chosen, self.size(), self.dilate, self.radius, reserve, codes=codes, rerank=self.rerank
@@ -169,7 +174,16 @@ class CIS:
             longest = selection.indices.shape[2]
             selection.keys, selection.values = state["keys"][:, :, :longest], state["values"][:, :, :longest]
         decision = Decision(
-            selection, need, cosine, middle.counted, middle.scored, anchors=True, heads=hs, copied=copies
+            selection,
+            need,
+            cosine,
+            middle.counted,
+            middle.scored,
+            anchors=True,
+            scores_all=not look,
+            heads=hs,
+            copied=copies,
+            summaries=coded,
         )
         if not exact:
             width = step.q.shape[2] + SCALE_BYTES
@@ -246,17 +260,18 @@ class CIS:
         room = self._growth + 1  # one more than a block appends: the step that ends it writes before it is replaced
         _reserve(state, step, hs, indices.shape[1] + room)
         indices = F.pad(indices, (0, state["indices"].shape[2] - indices.shape[1]), value=-1)
-        store, today = need, None
+        # where the host looked, the chosen heads are those in need, and nothing has to be masked
+        store, today = None if host.may_look(need.device) else need, None
         if self.refresh == "block" and not boundary:
             today = (state["indices"].clone(), state["lengths"].clone())
-            _put(today[0], chosen, indices, need)
-            _put(today[1], chosen, lengths, need)
+            _put(today[0], chosen, indices, store)
+            _put(today[1], chosen, lengths, store)
             store = need & (state["age"] < 0)  # a head without a set takes this one
         _put(state["indices"], chosen, indices, store)
         _put(state["lengths"], chosen, lengths, store)
         anchors = unit.view(b * hs, -1)
         _put(state["anchor"].view(b, hs, -1), chosen, anchors if chosen is None else anchors[chosen], store)
-        state["age"].masked_fill_(store, 0)
+        state["age"].masked_fill_(need if store is None else store, 0)
         return today
 
 
@@ -274,13 +289,11 @@ def _reserve(state: State, step: Step, heads: int, width: int) -> None:
         state["indices"] = F.pad(indices, (0, width - indices.shape[2]), value=-1)
 
 
-def _put(target: Tensor, chosen: Tensor | None, values: Tensor, mask: Tensor) -> None:
+def _put(target: Tensor, chosen: Tensor | None, values: Tensor, mask: Tensor | None) -> None:
     """Write `values` ``[R, ...]`` of the chosen (row, head) pairs into `target` ``[B, Hs, ...]`` where `mask` ``[B, Hs]``."""
-    flat, keep = target.flatten(0, 1), mask.flatten()  # views: every target here is contiguous
-    if chosen is not None:
-        keep = keep[chosen]
-    keep = keep.view(-1, *(1,) * (values.dim() - 1))
-    if chosen is None:
-        flat.copy_(torch.where(keep, values, flat))
-    else:
-        flat[chosen] = torch.where(keep, values, flat[chosen])
+    flat = target.flatten(0, 1)  # a view: every target here is contiguous
+    every = torch.arange(len(flat), device=flat.device) if chosen is None else chosen
+    if mask is not None:
+        keep = mask.flatten()[every].view(-1, *(1,) * (values.dim() - 1))
+        values = torch.where(keep, values, flat[every])
+    flat.index_copy_(0, every, values)

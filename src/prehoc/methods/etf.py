@@ -39,7 +39,7 @@ class ETF:
     name: ClassVar[str] = "etf"
 
     psi: float = 0.1
-    gamma: float = 3.0
+    gamma: float = 2.0
     start_layer: int | float = 0.9
     kv: Literal["project", "share"] = "project"
 
