@@ -118,6 +118,11 @@ class Step:
         """Cache columns, padding included."""
         return self.k.shape[2]
 
+    def key_bytes(self, begin: int) -> int:
+        """Return the bytes of the real keys (K alone) in the columns from `begin` on, all rows and KV heads together."""
+        keys = sum(max(self.columns - max(pad, begin), 0) for pad in self.rows.pad)
+        return keys * self.k.shape[1] * self.k.shape[3] * self.k.element_size()
+
 
 @dataclasses.dataclass
 class Decision:
@@ -146,7 +151,8 @@ class Decision:
     compact : tuple of int
         Per row, bytes of the int8 copy of the keys that one retrieval reads.
     summaries : int
-        Bytes of stored summaries that were read to choose: page bounds, label channels, accumulated weights.
+        Bytes of stored summaries that were read to choose (page bounds, label channels, accumulated weights), and of the
+        keys that new ones were made from.
     evicted : tuple of int
         Per row, keys of the text that the cache no longer holds.
     out : Tensor or None

@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from prehoc.books import Books, Traffic
 from prehoc.kernels import host
 from prehoc.methods import parse_method
 from prehoc.selection import Decision, Rows, Selection, State, Step
+from walking import walk
 
 METHODS = [
     "cis:critical=24,sink=2,local=4",
@@ -33,7 +35,7 @@ def _walk(method: str, pads: tuple[int, ...], steps: int = 20) -> list[Decision]
     for i in range(steps):
         q = q + 0.25 * torch.randn(q.shape)
         now = k[:, :, : length + i + 1]
-        decision = selector.decide(Step(0, q, now, now, 0.25, rows, (0,) * len(pads)), state)
+        decision = selector.decide(Step(0, q, now, now, 0.25, rows, (0,) * len(pads), "reference"), state)
         if isinstance(decision.selection, Selection):  # lists are views of the state: keep what they are now
             kept = dataclasses.replace(
                 decision.selection,
@@ -61,3 +63,24 @@ def test_same_keys(method: str, pads: tuple[int, ...], monkeypatch: pytest.Monke
         if a.retrieved is not None:
             assert b.retrieved is not None
             torch.testing.assert_close(a.retrieved, b.retrieved)
+
+
+def test_books_hold_what_every_head_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads of eight channels, 71 to 79 keys: one retrieval is needed, and all steps score."""
+
+    keys = "critical=9,sink=3,local=4,refresh=block,block_size=64,tau=-1"
+
+    def traffic(more: str) -> Traffic:
+        books = Books()
+        for step, decision in walk(f"cis:{keys}{more}", (0,), 70, 9):
+            books.decision(step, 8, decision)
+        books.flush()
+        return books.traffic
+
+    compact = ",retrieval=compact"
+    assert traffic("").bytes_scored == 2 * 71 * 8 * 4 and traffic(compact).bytes_compact == 2 * 68 * (8 + 4)
+    monkeypatch.setattr(host, "may_look", lambda device: False)
+    exact, cheap = traffic(""), traffic(compact)
+    assert exact.bytes_scored == 2 * sum(range(71, 80)) * 8 * 4 and exact.retrievals == cheap.retrievals == 2
+    assert cheap.bytes_compact == 2 * (sum(range(71, 80)) - 9 * 3) * (8 + 4)
+    assert cheap.bytes_scored == 2 * (9 * (3 + 2 * 9) + 79) * 8 * 4, "sinks, the best, and every key to code it"

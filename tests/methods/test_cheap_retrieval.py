@@ -74,8 +74,16 @@ def test_books() -> None:
     middle_and_local = 150 - 3
     assert exact.bytes_scored == HKV * 150 * D * 4 and exact.bytes_compact == 0
     assert cheap.bytes_compact == HKV * middle_and_local * (D + 4)
-    assert cheap.bytes_scored == HKV * (3 + 2 * 20) * D * 4  # sinks, and two keys for each critical one
+    assert cheap.bytes_scored == HKV * (3 + 2 * 20 + 150) * D * 4  # sinks, two keys a critical one; all, to code them
     assert cheap.bytes_read - exact.bytes_read == cheap.bytes_scored + cheap.bytes_compact - exact.bytes_scored
+
+
+def test_every_key_is_coded_once() -> None:
+    """Retrievals at the first and the fifth step; the second codes the four keys since."""
+    keys = {**KEYS, "tau": -1.0, "block_size": 4, "retrieval": "compact"}
+    _, found = walk(CIS(**keys), "reference", steps=5)
+    assert found.retrievals == 2 * 2 * HKV
+    assert found.bytes_scored == HKV * (2 * 2 * (3 + 2 * 20) + 154 + 147) * D * 4
 
 
 def test_a_mass_needs_exact_scores() -> None:
@@ -83,5 +91,8 @@ def test_a_mass_needs_exact_scores() -> None:
         CIS(mass=0.9, retrieval="compact")
     with pytest.raises(ValueError, match="unknown retrieval 'cheap'"):
         parse_method("cis:retrieval=cheap")
-    with pytest.raises(ValueError, match="rerank=0"):
+    with pytest.raises(ValueError, match="rerank=0 must"):
         CIS(rerank=0)
+    with pytest.raises(ValueError, match="rerank=3 is for retrieval=compact"):
+        parse_method("cpe:rerank=3")
+    assert CIS(rerank=2, retrieval="exact") == CIS()

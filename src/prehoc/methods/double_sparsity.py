@@ -103,6 +103,7 @@ class DoubleSparsity:
         middle = Middle.of(step, self.size(), self.granularity)
         if not any(middle.counted):
             return Decision(None, counted=middle.counted, heads=middle.heads)
+        fresh = step.columns - 1 if "labels" in state else 0  # each key is read once, to be labelled
         self._label(step, state)
         channels, labels = state["channels"], state["labels"][:, :, : step.columns]
         q = grouped_queries(step)
@@ -113,7 +114,7 @@ class DoubleSparsity:
         if not all(middle.counted):
             indices, lengths = cover(indices, lengths, step, middle, self.sink)
         keys = sum(step.columns - pad for pad in step.rows.pad)
-        summaries = keys * labels.shape[1] * labels.shape[3] * labels.element_size()
+        summaries = keys * labels.shape[1] * labels.shape[3] * labels.element_size() + step.key_bytes(fresh)
         return Decision(as_selection(indices, lengths), counted=middle.counted, heads=middle.heads, summaries=summaries)
 
     def _label(self, step: Step, state: State) -> None:

@@ -97,6 +97,7 @@ class Quest:
         counted = tuple(have > may for have, may in zip(pages, allowed, strict=True))
         if not any(counted):
             return Decision(None, counted=counted, heads=hs)
+        fresh = step.columns - 1 if "low" in state else 0  # each key is read once, to go into its bounds
         self._bound(step, state, pages)
         taken = [min(have, may) for have, may in zip(pages, allowed, strict=True)]
         best = self._best(step, state, pages, tokens, taken)  # [B, Hs, max(taken)], ascending, the spare page behind
@@ -110,7 +111,7 @@ class Quest:
                 for many, have, t in zip(taken, pages, tokens, strict=True)]  # fmt: skip
         lengths = _rows(read, device).view(-1, 1).expand(b, hs).to(torch.int32).contiguous()
         indices = indices[..., : max(read)].to(torch.int32).contiguous()
-        summaries = 2 * sum(pages) * step.k.shape[1] * d * step.k.element_size()
+        summaries = 2 * sum(pages) * step.k.shape[1] * d * step.k.element_size() + step.key_bytes(fresh)
         selection = Selection(indices, lengths, full=len(set(read)) == 1)
         return Decision(selection, counted=counted, heads=hs, summaries=summaries)
 
