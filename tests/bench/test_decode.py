@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prehoc.bench import decode, systems
+from prehoc.bench import breakeven, decode, systems
+from prehoc.bench.breakeven import BreakEven
 from prehoc.bench.decode import bench_decode, needed
 
 CONTEXT, ROUNDS, STEPS = 60, 2, 3
@@ -47,6 +48,19 @@ def test_rows_and_their_books(model: Any, ids: torch.Tensor) -> None:
     for row in sparse:
         assert row["keys_per_head"] < row["visible_per_head"]
         assert row["bytes_per_step"] != row["dense_bytes_per_step"] == dense["bytes_per_step"]
+
+
+def test_methods_that_look_at_the_prompt_read_it_themselves(
+    model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = ((1.0, 1.0), (0.5, 0.5))
+    monkeypatch.setattr(breakeven, "load", lambda *args, **more: BreakEven("cpe", (16, 32), *times, (None, None)))
+    own = ["h2o:budget=48,local=16", "snapkv:budget=48,local=16", "auto:budget=48,local=16", "cpe:budget=48,local=16"]
+    rows = {row["system"]: row for row in bench_decode(model, ids, CONTEXT, [*own, *METHODS[:1]], ROUNDS, STEPS)}
+    assert [rows[name]["prefill_of"] for name in own] == [""] * 4 and rows[METHODS[0]]["prefill_of"] == "dense"
+    assert rows[own[0]]["keys_per_head"] == 48
+    assert rows[own[0]]["cache_bytes"] < rows["dense"]["cache_bytes"]
+    assert rows[own[2]]["keys_per_head"] == rows[own[3]]["keys_per_head"], "auto prunes this prompt, as cpe does"
 
 
 def test_the_order_rotates_and_every_system_reads_the_same_tokens(

@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import prehoc
-from prehoc.eval.engine import Ask, Batch, Engine, prefill_key
+from prehoc.eval.engine import Ask, Batch, Engine
 from prehoc.eval.perplexity import measure
-from prehoc.methods import parse_method
+from prehoc.methods import parse_method, prefill_key
 from prehoc.trace import forced_logits
 
 SIZES = {

@@ -20,6 +20,7 @@ from prehoc.integrations.transformers.compat import cache_key, output_cache
 from prehoc.integrations.transformers.layers import fork, new_cache
 from prehoc.integrations.transformers.session import Session, attach
 from prehoc.kernels.flex import BLOCK, Pattern, decode_flex
+from prehoc.methods import prefill_key
 from prehoc.selection import Method, Selection, Step, Window
 from prehoc.trace import last_only
 
@@ -81,10 +82,7 @@ class System:
 
     def prefill_key(self) -> object:
         """Return what decides the keys and values after the prompt: systems with equal ones may copy each other's cache."""
-        if self.method is None:
-            return self.name
-        plan = self.method.plan()
-        return (plan.window, plan.freeze)
+        return self.name if self.method is None else prefill_key(self.method)
 
     def read_prompt(self, model: Any, ids: Tensor, capacity: int, backend: str | None) -> None:
         """Prefill ``ids`` (int64 ``[B, T]``) into a new cache with room for `capacity` tokens."""

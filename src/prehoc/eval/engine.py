@@ -15,8 +15,6 @@ from prehoc.books import Traffic
 from prehoc.eval.perplexity import _base_and_head, _nll
 from prehoc.integrations.transformers import fork, sparsify
 from prehoc.integrations.transformers.compat import cache_key
-from prehoc.methods import Auto
-from prehoc.methods._eviction import Evictor
 from prehoc.selection import Method
 from prehoc.trace import last_only
 
@@ -130,15 +128,6 @@ class Batch:
     seconds: float
 
 
-def prefill_key(method: Method) -> Any:
-    """Return what decides a method's prefill: methods with equal keys can decode from the same one.
-
-    A method that watches the prompt to evict keys, or decides by its length whether to prune it, has a prefill of its own.
-    """
-    plan = dataclasses.replace(method.plan(), selector=None)
-    return plan, method if isinstance(method, (Evictor, Auto)) else None
-
-
 class Engine:
     """Runs prompts of one model.
 
@@ -232,7 +221,7 @@ class Engine:
         """
         rows = [Decoded() for _ in asks]
         cache, mask, active = fork(prompt.cache), prompt.mask, list(range(len(asks)))
-        columns, began = max(prompt.tokens), time.perf_counter()
+        began = time.perf_counter()
         with sparsify(self.model, method, backend=self._backend, audit=self._audit, seed=seed) as session:
             logits = prompt.logits
             while True:
@@ -253,7 +242,6 @@ class Engine:
                     active = [active[i] for i in going]
                 if mask is not None:
                     mask = F.pad(mask, (0, 1), value=True)
-                columns += 1
                 ids = torch.tensor(inputs, device=self.model.device)[:, None]
                 step = {"input_ids": ids, "use_cache": True, self._cache: cache}
                 logits = self.model(**step, **_padded(mask, 1, self.model.device)).logits[:, -1]

@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from prehoc.eval.engine import Ask, Batch, Decoded, Engine, Prefilled, prefill_key
+from prehoc.eval.engine import Ask, Batch, Decoded, Engine, Prefilled
 from prehoc.eval.prompts import Encoder, Prompt
 from prehoc.eval.results import Line, Results
 from prehoc.eval.tasks.base import Loaded, Sample, Task
 from prehoc.integrations.transformers import describe
+from prehoc.methods import prefill_key
 from prehoc.selection import Method
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from prehoc.config import from_dict, unknown
+from prehoc.methods._eviction import Evictor
 from prehoc.methods.auto import Auto
 from prehoc.methods.cis import CIS
 from prehoc.methods.cpe import CPE
@@ -118,6 +120,15 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
     return values
 
 
+def prefill_key(method: Method) -> Hashable:
+    """Return what decides a method's prefill: methods with equal keys can decode from copies of one cache.
+
+    A method that watches the prompt to evict keys, or decides by its length whether to prune it, has a prefill of its own.
+    """
+    plan = dataclasses.replace(method.plan(), selector=None)
+    return plan, method if isinstance(method, (Evictor, Auto)) else None
+
+
 __all__ = [
     "Auto",
     "CIS",
@@ -139,4 +150,5 @@ __all__ = [
     "Streaming",
     "parse_method",
     "parse_pairs",
+    "prefill_key",
 ]
