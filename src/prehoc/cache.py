@@ -153,9 +153,10 @@ class KVStore:
         return tuple(other[..., : self.length] for other in others)
 
     def selection_state(self, owner: object) -> State:
-        """Return the state in which `owner` (a method's configuration) left this cache one token ago, else an empty one.
+        """Return the state in which `owner` left this cache one token ago, else an empty one.
 
-        Another method, or tokens that `owner` did not see, make the stored lists worthless.
+        An owner is a method's configuration, with its kernel backend where the state depends on it. Another one, or tokens that
+        `owner` did not see, make the stored lists worthless.
         """
         if self._owner != owner or self._seen != self.length - 1:
             self.state.clear()

@@ -72,6 +72,29 @@ def test_another_granularity_starts_anew() -> None:
             assert session.report().decode.retrieval_ratio == 1.0
 
 
+@pytest.mark.parametrize("order", [("cpu", "reference", "cpu"), ("reference", "cpu", "reference")])
+def test_another_backend_starts_anew(order: tuple[str, ...]) -> None:
+    """As on one backend whose lists are thrown away at each change."""
+    net, ids, method = _net(), _ids(60), f"cis:critical=8,{TINY},tau=-1,block_size=64"
+    logits: dict[bool, list[Tensor]] = {True: [], False: []}
+    for changes, found in logits.items():
+        cache, at = None, 40
+        for name in order:
+            with torch.no_grad(), prehoc.sparsify(net, method, backend=name if changes else "reference") as session:
+                if cache is None:
+                    cache = session.new_cache(64)
+                    _step(net, ids[:, :at], cache)
+                elif not changes:
+                    for layer in cache.layers:
+                        layer.store.state.clear()
+                for _ in range(4):
+                    found.append(_step(net, ids[:, at : at + 1], cache))
+                    at += 1
+                report = session.report().decode
+                assert report.retrieval_ratio == 1 / 4
+    torch.testing.assert_close(torch.stack(logits[True]), torch.stack(logits[False]), atol=1e-4, rtol=1e-4)
+
+
 def test_attached_again_the_same_method_goes_on_sharing() -> None:
     net, ids = _net(), _ids(60)
     method = f"cis:critical=8,{TINY},tau=-1,block_size=64"
