@@ -105,6 +105,14 @@ def test_crop_forgets_columns_and_state(columns: int) -> None:
     assert torch.equal(got, torch.cat([k[:, :, :left], fresh], 2))
 
 
+def test_a_crop_of_nothing_changes_nothing() -> None:
+    store, k, _ = filled()
+    store.notes["columns"] = 10
+    store.crop(0)
+    assert store.length == 10 and store.state["step"] == 5 and store.notes == {"columns": 10}
+    assert torch.equal(store.views()[0], k)
+
+
 def test_crop_leaves_an_earlier_state_object_alone() -> None:
     """A decision that was recorded before keeps its tensors."""
     store, _, _ = filled()

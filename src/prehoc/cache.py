@@ -184,14 +184,16 @@ class KVStore:
         self.rows, self.state, self.notes = self.rows.take(index), self.state.take(index), self.notes.take(index)
 
     def crop(self, columns: int) -> None:
-        """Forget the last `columns` columns, the selection state and the notes.
+        """Forget the last `columns` columns, the selection state and the notes; 0 changes nothing.
 
         Raises
         ------
         ValueError
             When keys were evicted: which ones depends on the tokens that are to be forgotten.
         """
-        if self._columns is not None and columns:
+        if not columns:
+            return
+        if self._columns is not None:
             raise ValueError("tokens of a cache with evicted keys cannot be taken back; read the text again")
         self.length = max(self.length - columns, 0)
         self.state, self.notes = State(), State()

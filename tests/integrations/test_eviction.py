@@ -75,6 +75,10 @@ def test_dense_goes_on_with_an_evicted_cache_and_others_are_refused() -> None:
         net(more[:, :1], use_cache=True, **{cache_name(net): twin})
     with pytest.raises(ValueError, match="evicted keys cannot be taken back"):
         twin.crop(-3)
+    with pytest.raises(ValueError, match="evicted keys cannot be taken back"):
+        cache.layers[0].crop(50)  # of the text's 53 columns, as older releases say it
+    cache.layers[0].crop(53)
+    assert layer.notes and cache.get_seq_length() == 53
 
 
 @pytest.mark.parametrize("method", EVICTING)

@@ -56,7 +56,7 @@ class KVLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens."""
-        self.store.crop(removed_tokens(tokens_to_remove, self.store.length))
+        self.store.crop(removed_tokens(tokens_to_remove, self.get_seq_length()))
         self._refresh()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
