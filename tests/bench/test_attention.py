@@ -65,6 +65,15 @@ def test_every_row_reads_what_its_method_says() -> None:
     assert row[flexed]["mask_ms"] > 0 and 128 < row[flexed]["keys_per_head"] <= 512, "whole blocks"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_parts_of_the_bytes_add_up() -> None:
+    found = bench_cell(CELL, RandomInputs(), setup(("cis-8:budget=64,retrieval=compact",), rounds=1, layers=1))
+    for row in found["rows"]:
+        parts = [row[f"bytes_{part}"] for part in ("scored", "compact", "processed", "copied", "indices", "anchors")]
+        assert sum(parts) == pytest.approx(row["bytes_read"])
+    assert found["rows"][-1]["bytes_compact"] > 0
+
+
 def test_rows_take_turns_and_keep_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int, int]] = []
     real = rows.MethodRow.decide

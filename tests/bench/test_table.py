@@ -16,7 +16,8 @@ STREAM = 10e9
 
 
 def row(name: str, ms: float, attention: float, **bytes_: float) -> dict[str, Any]:
-    parts = {f"bytes_{part}": bytes_.get(part, 0.0) for part in ("scored", "processed", "copied", "indices", "anchors")}
+    names = ("scored", "compact", "processed", "copied", "indices", "anchors")
+    parts = {f"bytes_{part}": bytes_.get(part, 0.0) for part in names}
     return {
         "row": name,
         "ms": ms,
@@ -37,7 +38,7 @@ def cell(*rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_columns_follow_from_times_and_bytes() -> None:
-    sparse = row("cis-8", 2.0, 1.5, scored=4e6, processed=5e6, copied=1e6, indices=1e6, anchors=0.5e6)
+    sparse = row("cis-8", 2.0, 1.5, scored=4e6, compact=2e6, processed=5e6, copied=1e6, indices=1e6, anchors=0.5e6)
     one = cell(
         row("sdpa-flash", 9.0, 9.0, processed=40e6),
         row("sdpa-math", 80.0, 80.0, processed=40e6),
@@ -46,15 +47,15 @@ def test_columns_follow_from_times_and_bytes() -> None:
         sparse,
     )
     assert derive(one, STREAM, "cpu") == []
-    assert sparse["gb_per_second"] == pytest.approx(11.5 / 2.0)  # MB per ms
-    assert sparse["stream_percent"] == pytest.approx(57.5)
+    assert sparse["gb_per_second"] == pytest.approx(13.5 / 2.0)  # MB per ms
+    assert sparse["stream_percent"] == pytest.approx(67.5)
     assert sparse["attention_percent"] == pytest.approx(6 / 1.5 / 10 * 100)
-    assert sparse["over_formula"] == pytest.approx(2.0 / (4 / 0.9 / 10 + 6 / 0.75 / 10))
+    assert sparse["over_formula"] == pytest.approx(2.0 / (6 / 0.9 / 10 + 6 / 0.75 / 10))
     assert sparse["times_dense"] == 3.0 and sparse["times_sdpa"] == 4.5
     dense = one["rows"][3]
     assert dense["over_formula"] == pytest.approx(6 / (40 / 0.9 / 10)), "what is read in order reaches 90 %"
     assert derive(one, STREAM, "cuda") == []
-    assert sparse["over_formula"] == pytest.approx(2.0 / (4 / 0.85 / 10 + 6 / 0.65 / 10))
+    assert sparse["over_formula"] == pytest.approx(2.0 / (6 / 0.85 / 10 + 6 / 0.65 / 10))
 
 
 def test_nothing_reads_faster_than_memory() -> None:

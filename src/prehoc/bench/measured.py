@@ -59,7 +59,7 @@ class Measured:
             "retrieval_ratio": traffic.retrieval_ratio if traffic.counted_triples else None,
             "gathers": self.gathers,
         }
-        for name in ("scored", "processed", "copied", "indices", "anchors", "read", "dense"):
+        for name in ("scored", "compact", "processed", "copied", "indices", "anchors", "read", "dense"):
             result[f"bytes_{name}"] = getattr(traffic, f"bytes_{name}") / self.calls
         if (method := getattr(self.row, "method", None)) is not None:
             result["method"] = describe(method)

@@ -53,7 +53,8 @@ def derive(cell: dict[str, Any], stream: float, device: str) -> list[str]:
     for row in rows:
         kernel = row["bytes_processed"] + row["bytes_indices"]
         read = row["bytes_processed"] + row["bytes_copied"]
-        ideal = row["bytes_scored"] / ordered + read / (gathered if row["gathers"] else ordered)
+        scored = row["bytes_scored"] + row["bytes_compact"]
+        ideal = scored / ordered + read / (gathered if row["gathers"] else ordered)
         rate = row["bytes_read"] / row["ms"] * 1e3
         row["gb_per_second"] = rate / 1e9
         row["stream_percent"] = rate / stream * 100
