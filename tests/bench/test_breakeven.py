@@ -44,28 +44,30 @@ def test_the_length_from_which_on_the_method_wins(
 
 
 def test_a_measurement_is_found_again_by_what_it_is_valid_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load(TINY, torch.float32, METHOD) is None
+    assert load(TINY, torch.float32, METHOD, "reference") is None
     found = break_even(TINY, RandomInputs(), METHOD, [96, 64], 1, SETUP)
     assert found.lengths == (64, 96) and found.method == "cis:budget=56,local=16"
     assert all(ms > 0 for ms in (*found.dense_ms, *found.method_ms))
     many = break_even(TINY, RandomInputs(), METHOD, [96], 8, SETUP)
-    assert load(Shape("other name", 4, 4, 2, 8), torch.float32, METHOD) == found
-    assert load(TINY, torch.float32, METHOD, batch=3) == found and load(TINY, torch.float32, METHOD, batch=6) == many
-    assert load(TINY, torch.bfloat16, METHOD) is None
-    assert load(Shape("tiny", 4, 4, 2, 16), torch.float32, METHOD) is None
-    assert load(TINY, torch.float32, parse_method("cis:budget=64,local=16")) is None
-    assert load(TINY, torch.float32, METHOD, device=torch.device("cuda")) is None
+    assert load(Shape("other name", 4, 4, 2, 8), torch.float32, METHOD, "reference") == found
+    assert load(TINY, torch.float32, METHOD, "reference", batch=3) == found
+    assert load(TINY, torch.float32, METHOD, "reference", batch=6) == many
+    assert load(TINY, torch.bfloat16, METHOD, "reference") is None
+    assert load(Shape("tiny", 4, 4, 2, 16), torch.float32, METHOD, "reference") is None
+    assert load(TINY, torch.float32, parse_method("cis:budget=64,local=16"), "reference") is None
+    assert load(TINY, torch.float32, METHOD, "reference", device=torch.device("cuda")) is None
+    assert load(TINY, torch.float32, METHOD, "cpu") is None, "torch's kernels do not decide for the C++ ones"
     again = break_even(TINY, RandomInputs(), METHOD, [80], 1, SETUP)
-    assert load(TINY, torch.float32, METHOD) == again, "a new measurement takes the place of the old"
+    assert load(TINY, torch.float32, METHOD, "reference") == again, "a new measurement takes the place of the old"
     monkeypatch.setattr(breakeven.provenance, "machine", lambda: {"cpu": "another"})
-    assert load(TINY, torch.float32, METHOD) is None
+    assert load(TINY, torch.float32, METHOD, "reference") is None
 
 
 def test_faults_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     breakeven.path().parent.mkdir()
     breakeven.path().write_text("{}")
     with pytest.raises(ValueError, match="is damaged .*; remove it and run prehoc bench break-even again"):
-        load(TINY, torch.float32, METHOD)
+        load(TINY, torch.float32, METHOD, "reference")
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1)
     with pytest.raises(ValueError, match="length 64 with batch 2 needs 0.3 GiB of memory"):
         measure(TINY, RandomInputs(), METHOD, [64], 2, SETUP)

@@ -160,6 +160,17 @@ def test_break_even_is_kept_for_auto(
     assert str(breakeven.path()) in shown.err
 
 
+def test_break_even_is_asked_for_a_device_that_is_there(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(breakeven, "bench_cell", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert bench("break-even", "--device", "cuda") == 2
+    assert "device 'cuda' is not available to torch here; use cpu" in capsys.readouterr().err
+    assert bench("break-even", "--device", "gpu") == 2
+    assert "unknown device 'gpu'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

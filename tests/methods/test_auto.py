@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import prehoc
+from prehoc import kernels
 from prehoc.bench import breakeven
 from prehoc.bench.breakeven import BreakEven
 from prehoc.methods import CPE, Auto, parse_method
@@ -49,14 +50,17 @@ def test_short_prompts_are_dense_and_long_ones_are_cpe(model: Any, monkeypatch: 
         logits, dense, triples = answer(model, f"auto:{KEYS}", tokens)
         assert torch.equal(logits, answer(model, same, tokens)[0])
         assert (dense == triples > 0) if same == "dense" else dense == 0
-    shape, dtype, method = asked[0]
+    shape, dtype, method, backend = asked[0]
     assert (shape.layers, shape.heads, shape.kv_heads, shape.dim) == (
         model.config.num_hidden_layers,
         model.config.num_attention_heads,
         model.config.num_key_value_heads,
         model.config.head_dim,
     )
+    assert backend == kernels.resolve("auto", model.device)
     assert dtype == model.dtype and method == CPE(budget=48, local=16), "what was measured is the method without 'auto'"
+    prehoc.attach(model, f"auto:{KEYS}", backend="reference").detach()
+    assert asked[-1][3] == "reference"
 
 
 def test_a_method_that_never_pays_is_never_used(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

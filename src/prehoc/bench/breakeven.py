@@ -128,7 +128,7 @@ def break_even(
 ) -> BreakEven:
     """Measure as `measure` does and keep the result for `load`."""
     found = measure(shape, inputs, method, lengths, batch, setup, progress)
-    key = _key(shape, setup.dtype, method, setup.device)
+    key = _key(shape, setup.dtype, method, setup.device, setup.backend)
     entries = [entry for entry in _entries() if not (entry["key"] == key and entry["batch"] == batch)]
     entries.append({"key": key, "batch": batch, "inputs": inputs.describe(), "measured": dataclasses.asdict(found)})
     path().parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,12 @@ def break_even(
 
 
 def load(
-    shape: Shape, dtype: torch.dtype, method: Method, batch: int = 1, device: torch.device | None = None
+    shape: Shape,
+    dtype: torch.dtype,
+    method: Method,
+    backend: str,
+    batch: int = 1,
+    device: torch.device | None = None,
 ) -> BreakEven | None:
     """Return what was measured on this machine with these threads, at the nearest batch size; None if nothing was.
 
@@ -150,12 +155,14 @@ def load(
         Of keys and values.
     method : Method
         The method, with all its keys.
+    backend : str
+        Kernel backend, resolved.
     batch : int
         Sequences decoded together.
     device : device, optional
         Where (default: the CPU).
     """
-    key = _key(shape, dtype, method, device or torch.device("cpu"))
+    key = _key(shape, dtype, method, device or torch.device("cpu"), backend)
     same = [entry for entry in _entries() if entry["key"] == key]
     if not same:
         return None
@@ -169,11 +176,12 @@ def path() -> Path:
     return cache_dir() / FILE
 
 
-def _key(shape: Shape, dtype: torch.dtype, method: Method, device: torch.device) -> dict[str, Any]:
+def _key(shape: Shape, dtype: torch.dtype, method: Method, device: torch.device, backend: str) -> dict[str, Any]:
     """Return what a measurement is valid for."""
     return {
         "machine": provenance.machine(),
         "device": device.type,
+        "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
         "shape": [shape.layers, shape.heads, shape.kv_heads, shape.dim],
         "method": describe(method),

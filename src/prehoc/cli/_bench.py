@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
-from prehoc.config import unknown
+from prehoc.config import check_choice, unknown
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 
 
 def numbers(option: str, text: str) -> list[int]:
@@ -33,6 +36,15 @@ def check_dtype(name: str) -> None:
     """Raise ValueError unless keys and values can have this dtype."""
     if name not in DTYPES:
         raise unknown("dtype", name, DTYPES)
+
+
+def check_device(name: str) -> None:
+    """Raise ValueError unless torch can run on this kind of device here."""
+    import torch
+
+    check_choice("device", name, ("cpu", "cuda"))
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' is not available to torch here; use cpu")
 
 
 def default_text() -> Path:

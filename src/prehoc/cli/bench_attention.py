@@ -36,7 +36,7 @@ def command(
         int | None, typer.Option(min=1, help="Layers to run, evenly spaced over the depth (default: all).")
     ] = None,
     refcheck: Annotated[bool, typer.Option("--refcheck", help="Compare every row with the reference first.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: _bench.Device = "cpu",
     out: Annotated[Path | None, typer.Option(help="JSON document; its finished cells are kept.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     backend: _common.Backend = None,
@@ -61,12 +61,10 @@ def command(
     from prehoc.bench.inputs import open_inputs
     from prehoc.bench.lineup import check_steps, sized
     from prehoc.bench.refcheck import RefcheckError
-    from prehoc.config import check_choice, default_backend
+    from prehoc.config import default_backend
     from prehoc.eval.prefill_search import write_document
 
-    check_choice("device", device, ("cpu", "cuda"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' is not available to torch here; use cpu")
+    _bench.check_device(device)
     place = torch.device(device)
     kind: torch.dtype = getattr(torch, dtype)
     _common.setup(threads, seed)

@@ -27,6 +27,7 @@ def command(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers to run, evenly spaced over the depth (default: all).")
     ] = None,
+    device: _bench.Device = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     backend: _common.Backend = None,
     threads: _common.Threads = None,
@@ -49,17 +50,18 @@ def command(
     from prehoc.config import default_backend
     from prehoc.methods import parse_method
 
-    device, kind = torch.device("cpu"), getattr(torch, dtype)
+    _bench.check_device(device)
+    place, kind = torch.device(device), getattr(torch, dtype)
     chosen = {text: parse_method(text) for text in methods.split()}
     for text, method in chosen.items():
         check_steps(text, method, steps)
     _common.setup(threads, seed)
-    resolved = kernels.resolve(default_backend() if backend is None else backend, device, kind)
+    resolved = kernels.resolve(default_backend() if backend is None else backend, place, kind)
     source = open_inputs(inputs or ["random"], seed)
     sizes = source.shape(shape)
     for tokens in lengths:
         source.check(tokens, steps + LEAD)
-    setup = Setup((), kind, resolved, steps, rounds, layers)
+    setup = Setup((), kind, resolved, steps, rounds, layers, device=place)
     with _common.progress() as report:
         found = {
             text: break_even(sizes, source, method, lengths, batch, setup, report) for text, method in chosen.items()

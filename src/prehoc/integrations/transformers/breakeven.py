@@ -11,8 +11,10 @@ from prehoc.methods import Auto
 from prehoc.selection import Method
 
 
-def break_even(method: Method, model: Any) -> float:
+def break_even(method: Method, model: Any, backend: str) -> float:
     """Return the prompt length from which on a method is used: 0 for all but ``auto``, infinity where it never pays.
+
+    `backend` is the resolved kernel backend: each has a break-even of its own.
 
     Warns
     -----
@@ -25,7 +27,7 @@ def break_even(method: Method, model: Any) -> float:
 
     chosen, dtype = method.method(), getattr(model, "dtype", torch.float32)
     device = next(model.parameters()).device
-    found = breakeven.load(breakeven.shape_of(model.config), dtype, chosen, device=device)
+    found = breakeven.load(breakeven.shape_of(model.config), dtype, chosen, backend, device=device)
     if found is None:
         warnings.warn(
             "method auto stays dense: its break-even was not measured for a model of this shape on this machine; run prehoc "

@@ -20,11 +20,11 @@ from prehoc.books import Books, Stopwatch
 from prehoc.config import check_bool, check_range, default_backend
 from prehoc.integrations.transformers import freezing
 from prehoc.integrations.transformers.attention import NAME, prehoc_attention, prehoc_mask
+from prehoc.integrations.transformers.breakeven import break_even
 from prehoc.integrations.transformers.compat import cache_key, check_version
 from prehoc.integrations.transformers.forward import Forward, Phase, Recorder, declared, left_padding
 from prehoc.integrations.transformers.generation import generate
 from prehoc.integrations.transformers.layers import KVLayer, adopt, new_cache
-from prehoc.integrations.transformers.breakeven import break_even
 from prehoc.integrations.transformers.support import find_base, supports
 from prehoc.methods import parse_method
 from prehoc.methods.psaw import resolve_start_layer
@@ -61,7 +61,7 @@ class Session:
         self.stopwatch: Stopwatch | None = None
         self.attend: Callable[..., Tensor] = attend
         self.plan: Plan = method.plan()
-        self._dense_below = break_even(method, model)
+        self._dense_below = break_even(method, model, backend)
         self.books = Books()
         self._seed = seed
         self._auditor = Auditor(audit, seed) if audit and not self.plan.dense else None
