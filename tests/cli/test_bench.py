@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
-from prehoc import cli
+from prehoc import cli, kernels
 from prehoc.bench import decode, stream
 
 
@@ -50,6 +51,7 @@ def test_prints_a_table_a_context_and_writes_the_document(
     ]
     cell = document["cells"][0]
     assert cell["stream_bytes_per_second"] == 1e10
+    assert document["settings"]["backend"] == kernels.resolve("auto", torch.device("cpu")) == cell["rows"][1]["backend"]
     for row in cell["rows"]:
         assert row["tokens_per_second"] == pytest.approx(1e3 / row["step_ms"])
         read = row.get("bytes_per_step", cell["rows"][1]["bytes_per_step"]) + cell["weight_bytes"]
@@ -57,6 +59,17 @@ def test_prints_a_table_a_context_and_writes_the_document(
     assert cell["rows"][1]["times_dense"] == 1
     assert document["text"]["file"] == "text.txt" and document["command"].startswith("prehoc bench decode")
     assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
+
+
+def test_every_rival_runs(bench: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["h2o:budget=64", "snapkv:budget=64", "quest:budget=64,dense_layers=0", "hshare-2:budget=64"]
+    names.append("double_sparsity:budget=64")
+    assert bench("--context", "100", "--methods", " ".join(names), "--json") == 0
+    _, dense, *rivals = json.loads(capsys.readouterr().out)["cells"][0]["rows"]
+    assert [row["system"] for row in rivals] == names
+    for row in rivals:
+        assert row["keys_per_head"] < dense["keys_per_head"] == row["visible_per_head"]
+        assert row["prefill_of"] == ("" if row["system"].startswith(("h2o", "snapkv")) else "dense")
 
 
 def test_an_interruption_keeps_the_finished_contexts(

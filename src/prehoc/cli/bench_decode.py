@@ -46,18 +46,20 @@ def command(
         check_writable(out)
     import torch
 
-    from prehoc import models, provenance
+    from prehoc import kernels, models, provenance
     from prehoc.bench import table
     from prehoc.bench.decode import bench_decode, check_systems, check_tokens, needed
     from prehoc.bench.stream import stream_bandwidth
     from prehoc.bench.systems import System
     from prehoc.cli._prompt import Reader
+    from prehoc.config import default_backend
     from prehoc.eval.prefill_search import write_document
 
     chosen = methods.split()
     for name in chosen:
         System.of(name, max(lengths))
     _common.setup(threads, seed)
+    resolved = kernels.resolve(default_backend() if backend is None else backend, torch.device("cpu"))
     with _common.progress() as report:
         reader = Reader.before_weights(model, dtype, report)
         tokens = reader.tokenizer(content, verbose=False)["input_ids"]
@@ -67,7 +69,7 @@ def command(
             "model": provenance.hide_folders(model),
             "dtype": dtype,
             "text": source,
-            "settings": {"methods": chosen, "rounds": rounds, "steps": steps, "backend": backend, "seed": seed},
+            "settings": {"methods": chosen, "rounds": rounds, "steps": steps, "backend": resolved, "seed": seed},
             "machine": provenance.machine(),
             "versions": provenance.versions(),
         }
