@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import prehoc
 from prehoc.integrations.transformers import describe
 from prehoc.methods import CIS, CPE, ETF, METHODS, PRESETS, PSAW, Dense, Oracle, Streaming, parse_method, parse_pairs
 from prehoc.selection import Rows, Selection, State, Step, Window
@@ -19,6 +20,7 @@ def test_every_method_by_name() -> None:
     for name, kind in METHODS.items():
         assert parse_method(name) == kind()
         assert dataclasses.is_dataclass(kind) and kind.name == name
+        assert getattr(prehoc, kind.__name__) is kind and kind.__name__ in prehoc.__all__
 
 
 def test_defaults_are_the_designs() -> None:

@@ -7,12 +7,48 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prehoc.integrations.transformers import Session, attach, detach, fork, new_cache, sparsify, supports
-    from prehoc.methods import CIS, CPE, ETF, PSAW, Dense, Oracle, Streaming, parse_method
+    from prehoc.methods import (
+        CIS,
+        CPE,
+        ETF,
+        H2O,
+        PSAW,
+        Auto,
+        Dense,
+        DoubleSparsity,
+        HShare,
+        LinearWindow,
+        Oracle,
+        Quest,
+        RandomExpansion,
+        SnapKV,
+        StaticWindow,
+        Streaming,
+        parse_method,
+    )
     from prehoc.report import Report
 
 __version__ = "0.1.0"
 
-_METHODS = ("CIS", "CPE", "ETF", "PSAW", "Dense", "Oracle", "Streaming", "parse_method")
+_METHODS = (
+    "Auto",
+    "CIS",
+    "CPE",
+    "Dense",
+    "DoubleSparsity",
+    "ETF",
+    "H2O",
+    "HShare",
+    "LinearWindow",
+    "Oracle",
+    "PSAW",
+    "Quest",
+    "RandomExpansion",
+    "SnapKV",
+    "StaticWindow",
+    "Streaming",
+    "parse_method",
+)
 _ENGINE = ("Session", "attach", "detach", "fork", "new_cache", "sparsify", "supports")
 _HOME = {
     **dict.fromkeys(_METHODS, "prehoc.methods"),
@@ -21,14 +57,23 @@ _HOME = {
 }
 
 __all__ = [
+    "Auto",
     "CIS",
     "CPE",
-    "ETF",
-    "PSAW",
     "Dense",
+    "DoubleSparsity",
+    "ETF",
+    "H2O",
+    "HShare",
+    "LinearWindow",
     "Oracle",
+    "PSAW",
+    "Quest",
+    "RandomExpansion",
     "Report",
     "Session",
+    "SnapKV",
+    "StaticWindow",
     "Streaming",
     "__version__",
     "attach",
