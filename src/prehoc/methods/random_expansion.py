@@ -13,7 +13,7 @@ from prehoc.config import check_int
 from prehoc.kernels import host
 from prehoc.methods._retrieval import as_selection
 from prehoc.methods.cis import CIS
-from prehoc.selection import Decision, Plan, Selection, State, Step
+from prehoc.selection import Decision, Selection, State, Step
 
 _TOKEN_BITS = 25  # of a priority: tokens of a row; the rest is the draw
 _LAST = torch.iinfo(torch.int64).max
@@ -31,6 +31,8 @@ class RandomExpansion(CIS):
     seed : int
         Seed of the draws.
     budget, ratio, critical, mass, sink, local, block_size, tau, dilate, radius, refresh, local_window, granularity
+        As in `CIS`.
+    retrieval, rerank
         As in `CIS`.
 
     Raises
@@ -54,10 +56,6 @@ class RandomExpansion(CIS):
         """CIS without and with dilation: both have the same gate, and their lengths say how many keys dilation adds."""
         keys = {f.name: getattr(self, f.name) for f in dataclasses.fields(CIS)}
         return CIS(**{**keys, "dilate": 0, "radius": 0}), CIS(**keys)
-
-    def plan(self) -> Plan:
-        """Return a plan whose selector is this configuration."""
-        return Plan(selector=self)
 
     def decide(self, step: Step, state: State) -> Decision:
         """Return the undilated set with as many random keys as the dilated one has more."""
