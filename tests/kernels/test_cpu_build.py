@@ -16,7 +16,7 @@ from prehoc.kernels.cpu import build
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Give the test an empty cache and no memory of earlier builds, and forget its own afterwards."""
-    memories = (build.library, kernels._cpu_fails, kernels._cpu_or_warning)
+    memories = (build.library, kernels._cpu_fails, kernels._runs_or_warning)
     monkeypatch.setenv("PREHOC_CACHE", str(tmp_path))
     for memory in memories:
         memory.cache_clear()

@@ -66,7 +66,7 @@ def test_every_kernel_compiles_for(capability: int, shared: int, tmp_path: Path)
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
     """Let the registry ask again, now and afterwards."""
-    memories = (kernels._triton_fails, kernels._triton_or_warning)
+    memories = (kernels._triton_fails, kernels._runs_or_warning)
     for memory in memories:
         memory.cache_clear()
     yield

@@ -33,8 +33,8 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype = torch.float32)
             _warn(dtype)
             return "reference"
         if device.type == "cuda":
-            return "triton" if _triton_or_warning(device) else "reference"
-        return "cpu" if _cpu_or_warning() else "reference"
+            return "triton" if _runs_or_warning("triton", device) else "reference"
+        return "cpu" if _runs_or_warning("cpu", device) else "reference"
     if name == "reference":
         return name
     if name == "cpu" and device.type != "cpu":
@@ -43,7 +43,7 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype = torch.float32)
         raise ValueError(
             f"backend {name!r} cannot run with {dtype}; use auto or reference, or load the model in float32"
         )
-    if (reason := _cpu_fails() if name == "cpu" else _triton_fails(device)) is not None:
+    if (reason := _fails(name, device)) is not None:
         raise ValueError(f"backend {name!r} cannot run here: {reason}; or use backend 'reference', which is slower")
     return name
 
@@ -72,14 +72,6 @@ def _cpu_fails() -> str | None:
 
 
 @functools.cache
-def _cpu_or_warning() -> bool:
-    reason = _cpu_fails()
-    if reason is not None:
-        warnings.warn(f"prehoc uses its slow torch kernels: {reason}", RuntimeWarning, stacklevel=2)
-    return reason is None
-
-
-@functools.cache
 def _triton_fails(device: torch.device) -> str | None:
     """Return why Triton's kernels cannot run on `device`, None when they can."""
     try:
@@ -98,9 +90,14 @@ def _triton_fails(device: torch.device) -> str | None:
     return None
 
 
+def _fails(name: str, device: torch.device) -> str | None:
+    """Return why a native backend cannot run on `device`, None when it can."""
+    return _cpu_fails() if name == "cpu" else _triton_fails(device)
+
+
 @functools.cache
-def _triton_or_warning(device: torch.device) -> bool:
-    reason = _triton_fails(device)
+def _runs_or_warning(name: str, device: torch.device) -> bool:
+    reason = _fails(name, device)
     if reason is not None:
         warnings.warn(f"prehoc uses its slow torch kernels: {reason}", RuntimeWarning, stacklevel=2)
     return reason is None

@@ -93,35 +93,7 @@ def cis_step(
     tau: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Do a whole step of CIS (rolling refresh, exact top-k); arguments, state and results as in the CPU backend.
-
-    Parameters
-    ----------
-    q : Tensor
-        ``[B, H, D]``.
-    k : Tensor
-        ``[B, Hkv, n, D]``.
-    state : mapping
-        Updated in place, all contiguous: ``indices`` int32 ``[B, Hs, W]``, ``lengths`` and ``age`` int32 ``[B, Hs]``
-        (age < 0: no set), ``anchor`` float32 ``[B, H, D]`` (NaN: none).
-    first, start : tuple of int
-        Per row, the first real column and the first column of the middle, which must be larger than `critical`.
-    sink, local, radius, block_size : int
-        Sizes.
-    critical, best, limit : tuple of int
-        Per row, as in `dilate`; `per_best` too.
-    frozen : bool
-        Whether the local window grows with the block (else it slides).
-    tau, scale : float
-        Least cosine of a shared set (exclusive), and the factor on the logits.
-
-    Returns
-    -------
-    retrieved : Tensor
-        bool ``[B, Hs]``.
-    cosine : Tensor
-        float32 ``[B, Hs]``, NaN without an anchor.
-    """
+    """Do a whole step of CIS (rolling refresh, exact top-k); arguments, state and results as in the CPU backend."""
     launch.check(q, k)
     (b, h, d), n, (_, hs, width) = q.shape, k.shape[2], state["indices"].shape
     q, group, device = q.contiguous(), h // hs, q.device
