@@ -129,11 +129,7 @@ def _plain_ticks(axis: Any) -> None:
 
 def decode(run: Run) -> list[Block]:
     """Return the tables and figures of ``prehoc bench decode``."""
-    document = run.document
-    cells = document.get("cells") or [  # files of earlier versions have the rows alone
-        {"batch": batch, "context": context, "rows": rows}
-        for (batch, context), rows in _grouped(document["rows"], lambda row: (row["batch"], row["context"])).items()
-    ]
+    cells = run.document["cells"]
     split = [cell for cell in cells if any("attention_ms" in row for row in cell["rows"])]
     blocks: list[Block] = []
     if split:
@@ -165,12 +161,6 @@ def decode(run: Run) -> list[Block]:
     return blocks
 
 
-def _dense_times(cell: Row, row: Row) -> float | None:
-    dense = next((one["step_ms"] for one in cell["rows"] if one["system"] == "dense"), None)
-    found = row.get("times_dense")
-    return found if found is not None or dense is None else dense / row["step_ms"]
-
-
 def _decode_table(cell: Row) -> Table:
     theirs = paper.DECODE_TOKENS.get((cell["batch"], cell["context"]))
     rows = []
@@ -185,7 +175,7 @@ def _decode_table(cell: Row) -> Table:
                 f"{row['step_ms_10']:.1f}-{row['step_ms_90']:.1f}",
                 f"{cell['batch'] / row['step_ms'] * 1e3:.1f}",
                 *(number(row.get(f"{part}_ms"), 1) for part in PARTS),
-                number(_dense_times(cell, row), 2),
+                number(row["times_dense"], 2),
                 number(row.get("keys_per_head"), 0),
                 number(row.get("bytes_per_step"), 1, 1e-6),
                 "" if not dense else f"{row['bytes_per_step'] / dense:.1%}",
