@@ -241,6 +241,8 @@ def test_what_a_graph_was_not_made_for_runs_uncompiled_and_says_so(counter: Any)
         mask = torch.zeros(1, 1, 1, 42)
         with pytest.warns(RuntimeWarning, match="decode steps with a mask of the caller's own run uncompiled"):
             run(net, ids[:, 41:42], cache, attention_mask=mask)
+        with pytest.warns(RuntimeWarning, match="decode steps with the argument cu_seq_lens_q run uncompiled"):
+            run(net, ids[:, 42:43], cache, cu_seq_lens_q=torch.tensor([0, 1]))
     ids, mask = padded((3, 0), 45)
     with prehoc.sparsify(net, "dense", compile=True) as session, torch.no_grad():
         cache = session.new_cache()

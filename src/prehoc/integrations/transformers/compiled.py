@@ -134,7 +134,8 @@ class CompiledForward:
 
 def _unusual(base: nn.Module, fwd: Forward, given: dict[str, Any]) -> str | None:
     """Return what a decode step brings that its graph was not made for, None without."""
-    others = [name for name, value in given.items() if name not in _PLAIN and value not in (None, False)]
+    # by identity: a tensor is equal to nothing in particular
+    others = [name for name, value in given.items() if name not in _PLAIN and value is not None and value is not False]
     if given.get("return_dict"):
         others.remove("return_dict")
     if others:
