@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ def retrieve_lists(
     if codes is None:
         found = ops.retrieve(step.q, step.k, *place, with_mass=budget.mass is not None, reduce=reduce)
     else:
-        cheap = getattr(ops, "retrieve_compact", retrieve_compact)
+        cheap: Callable[..., Retrieval] = getattr(ops, "retrieve_compact", retrieve_compact)
         found = cheap(step.q, step.k, *codes, *place, rerank=rerank, reduce=reduce)
     pairs = torch.arange(len(middle.start) * middle.heads, device=device) if chosen is None else chosen
     row = pairs // middle.heads

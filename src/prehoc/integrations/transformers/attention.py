@@ -204,8 +204,8 @@ def _decide(fwd: Forward, holder: KVLayer, step: Step) -> tuple[Step, Decision]:
         if getattr(selector, "across_layers", False):
             step.peers = {i: x.store.state for i, x in enumerate(fwd.cache.layers) if isinstance(x, KVLayer)}
         # backends keep different things: native kernels do not go on with the copies that the torch ones read
-        state = store.selection_state((selector, fwd.backend)) if selector else None
-        return step, decide(fwd.plan, step, state)
+        held = store.selection_state((selector, fwd.backend)) if selector else None
+        return step, decide(fwd.plan, step, held)
     if not fwd.plan.dense:
         raise ValueError(
             "keys of this cache were evicted by another method and the others have changed places: only method dense and "
