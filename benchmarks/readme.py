@@ -83,8 +83,8 @@ def decode_section(path: Path) -> str:
     for cell in document["cells"]:
         kernels = {"cpu": "C++ kernels", "reference": "torch kernels"}[cell["rows"][1]["backend"]]
         lines += [
-            f"\n  {cell['batch']} x {cell['context']} tokens, {kernels}: median milliseconds of a decode step, {document['dtype']}, "
-            f"{machine['torch_threads']} threads of {machine['cpu']}, stream "
+            f"\n  {cell['batch']} x {cell['context']} tokens, {kernels}: median milliseconds of a decode step, "
+            f"{document['dtype']}, {machine['torch_threads']} threads of {machine['cpu']}, stream "
             f"{cell['stream_bytes_per_second'] / 1e9:.0f} GB/s ([data and command](benchmarks/{path.name}))\n",
             "  | | ms | faster than sdpa | than our dense | attention | selection | rest | MB read | retained mass |",
             "  |---|---|---|---|---|---|---|---|---|",
@@ -133,7 +133,9 @@ def passkey_section() -> str:
     document = json.loads(path.read_text())
     rows = {row["method"]: row for row in document["tables"][0]["rows"]}
     shown = ["dense", "oracle:budget=64", "oracle:budget=128"]
-    shown += [f"cis:budget={budget},tau={tau}" for budget in (64, 128, 256) for tau in ("0.5", "0.6", "0.7", "0.8", "0.9")]
+    shown += [
+        f"cis:budget={budget},tau={tau}" for budget in (64, 128, 256) for tau in ("0.5", "0.6", "0.7", "0.8", "0.9")
+    ]
     lines = [
         f"Five digits hidden in {document['length']} tokens of noise and asked for in decode steps, {document['model']}, n ="
         f" {rows['dense']['n']} ([data and command](../../benchmarks/{path.name})):\n",
