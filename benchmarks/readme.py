@@ -83,11 +83,11 @@ def decode_section(path: Path) -> str:
     for cell in document["cells"]:
         kernels = {"cpu": "C++ kernels", "reference": "torch kernels"}[cell["rows"][1]["backend"]]
         lines += [
-            f"\n  {cell['batch']} x {cell['context']} tokens, {kernels}: median milliseconds of a decode step, "
+            f"\n{cell['batch']} x {cell['context']} tokens, {kernels}: median milliseconds of a decode step, "
             f"{document['dtype']}, {machine['torch_threads']} threads of {machine['cpu']}, stream "
             f"{cell['stream_bytes_per_second'] / 1e9:.0f} GB/s ([data and command](benchmarks/{path.name}))\n",
-            "  | | ms | faster than sdpa | than our dense | attention | selection | rest | MB read | retained mass |",
-            "  |---|---|---|---|---|---|---|---|---|",
+            "| | ms | faster than sdpa | than our dense | attention | selection | rest | MB read | retained mass |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in cell["rows"]:
             name = "stock transformers (sdpa)" if row["system"] == "sdpa" else f"`{row['system']}`"
@@ -95,7 +95,7 @@ def decode_section(path: Path) -> str:
             cells += [f"{row[part]:.1f}" if part in row else "" for part in ("attention_ms", "selection_ms", "rest_ms")]
             cells.append(f"{row['bytes_per_step'] / 1e6:.0f}" if "bytes_per_step" in row else "")
             cells.append(f"{row['retained_mass']:.3f}" if row.get("retained_mass") is not None else "")
-            lines.append(f"  | {name} | " + " | ".join(cells) + " |")
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
