@@ -360,7 +360,7 @@ def test_the_fast_part_holds_every_pair() -> None:
 
 def test_every_registered_method_is_in_the_matrix() -> None:
     written = {text.partition(":")[0] for pair in METHODS.values() for text in pair}
-    assert set(methods.METHODS) <= written
+    assert set(methods.METHODS) - {"auto"} <= written  # auto is one of these or dense: tests/methods/test_auto.py
     assert all(prehoc.parse_method(text) for pair in METHODS.values() for text in pair)
 
 

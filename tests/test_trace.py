@@ -328,7 +328,7 @@ def test_smollm2_on_a_real_text(smollm2_path: Path, data_dir: Path) -> None:
     model, tokenizer = models.load(str(smollm2_path), dtype="float32")
     text = (data_dir / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:8000]
     ids = tokenizer(text)["input_ids"]
-    settings = {"critical": 88, "granularity": "query_head"}
+    settings = {"critical": 88, "granularity": "query_head", "tau": 0.8}
     found = trace(model, ids, 600, 24, prehoc.CIS(**settings), observe=True, record=("selections", "qk"))
     assert found.retained.shape == (24, 30, 9)
     assert 0.1 < found.summary()["retrieval_ratio"] < 0.9
