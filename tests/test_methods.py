@@ -109,7 +109,7 @@ def test_describe_is_read_back(text: str) -> None:
         ("cis:mass=2", "mass=2.0 must lie in"),
         ("oracle:tau=1", "unknown key 'tau' for method 'oracle'"),
         ("oracle:granularity=x", "unknown granularity 'x'"),
-        ("dense:budget=64", "unknown key 'budget' for method 'dense'"),
+        ("dense:budget=64", "method 'dense' takes no keys, but budget was given"),
         ("streaming:sink=-1", "sink=-1 must be at least 0"),
         ("streaming:budget=4", "budget=4 is too small"),
         ("psaw:phi=0", r"phi=0.0 must lie in \(0.0, 1.0\]; 1 keeps every key"),

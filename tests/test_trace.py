@@ -446,3 +446,23 @@ def test_a_model_that_does_not_say_how_many_positions_it_has() -> None:
     config = types.SimpleNamespace(hidden_size=8)
     config.get_text_config = lambda decoder: config
     assert position_limit(config) is None
+
+
+def test_damaged_traces_are_refused_in_a_sentence(tiny: Any, tokens: list[int], tmp_path: Path) -> None:
+    good = tmp_path / "good.npz"
+    trace(tiny, tokens, PROMPT, STEPS, "cis:critical=24", record=("selections",)).save(good)
+    with np.load(good) as file:
+        arrays = dict(file)
+    cases = {
+        "cut": "is not a trace that prehoc wrote",
+        "text": "it is no .npz file",
+        "short": "indices has the shape",
+        "lacking": "it lacks oracle",
+    }
+    (tmp_path / "cut.npz").write_bytes(good.read_bytes()[:4000])
+    (tmp_path / "text.npz").write_text("no archive at all")
+    np.savez(tmp_path / "short.npz", **{**arrays, "indices": arrays["indices"][:2]})
+    np.savez(tmp_path / "lacking.npz", **{name: array for name, array in arrays.items() if name != "oracle"})
+    for name, message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            Trace.load(tmp_path / f"{name}.npz")

@@ -86,6 +86,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: ``prehoc --help`` need not wait for torch."""
     if name not in _HOME:

@@ -70,6 +70,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
     fields = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     for key in values:
+        if not fields:
+            raise ValueError(f"method {getattr(cls, 'name', cls.__name__)!r} takes no keys, but {key} was given")
         if key not in fields:
             raise unknown("key", key, fields, f" for method {getattr(cls, 'name', cls.__name__)!r}")
     return cls(**{key: _convert(value, hints[key], key) for key, value in values.items()})

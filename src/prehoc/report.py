@@ -85,10 +85,14 @@ class Report:
             f"compact copy {d.bytes_compact / 1e6:.1f}, copied {d.bytes_copied / 1e6:.1f}, "
             f"keys and values {d.bytes_processed / 1e6:.1f}, indices {d.bytes_indices / 1e6:.1f}, "
             f"anchors {d.bytes_anchors / 1e6:.1f}",
-            f"bytes held       {self.cache_bytes / 1e6:.1f} MB: keys, values, spare capacity and selection state",
         ]
         if d.bytes_read > d.bytes_dense:
-            lines.append("                 more than dense: this budget is too close to the text's length to pay")
+            lines.append(
+                "                 that is more than dense reads: the budget is close to the text's length, or there is a set per "
+                "query head"
+            )
+        held = f"{self.cache_bytes / 1e6:.1f} MB: keys, values, spare capacity and selection state"
+        lines.append(f"bytes held       {held}")
         if d.counted_triples:
             lines.append(
                 f"retrieval ratio  {d.retrieval_ratio:.3f} of {d.counted_triples} triples "
@@ -103,7 +107,7 @@ class Report:
             lines.append(f"total variation  {1 - mean:.4f} [{1 - high:.4f}, {1 - low:.4f}]")
         elif self.audited:
             lines.append(
-                f"retained mass    {mean:.4f} audited, n = {self.audited}: too few for an interval; raise audit="
+                f"retained mass    {mean:.4f} audited, n = {self.audited}: too few for an interval; raise audit (--audit)"
             )
             lines.append(f"total variation  {1 - mean:.4f}")
         elif d.counted_triples:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -115,11 +116,30 @@ class Trace:
             meta = json.loads(str(arrays.pop("meta")))
             if meta["format"] != FORMAT:
                 raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
-            return cls(meta=meta, **arrays)
+            lacking = [
+                f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in arrays
+            ]
+            if missing := [name for name in lacking if name != "meta"]:
+                raise ValueError(f"it lacks {', '.join(missing)}")
+            found = cls(meta=meta, **arrays)
+            found._check_shapes()
+            return found
         except FileNotFoundError as error:
             raise ValueError(f"there is no trace {str(path)!r}; make one with: prehoc trace --out {path}") from error
-        except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError) as error:
-            raise ValueError(f"{str(path)!r} is not a trace that prehoc wrote ({error}); record it again") from error
+        except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, BadZipFile) as error:
+            reason = "it is no .npz file" if "pickle" in str(error) else error
+            raise ValueError(f"{str(path)!r} is not a trace that prehoc wrote ({reason}); record it again") from error
+
+    def _check_shapes(self) -> None:
+        """Raise ValueError unless every array has the steps, layers and heads of the others."""
+        for name in ("retained", "oracle", "oracle_equal_keys", "retrieved", "overlap", "cosine", "counted", "indices"):
+            array = getattr(self, name)
+            if array is not None and array.shape[:3] != self.keys.shape:
+                raise ValueError(f"{name} has the shape {array.shape}, keys {self.keys.shape}")
+        for name in ("q", "k", "v"):
+            array, first = getattr(self, name), self.keys.shape[0 if name == "q" else 1]
+            if array is not None and array.shape[0] != first:
+                raise ValueError(f"{name} has the shape {array.shape}, keys {self.keys.shape}")
 
     def summary(self) -> dict[str, Any]:
         """Return means over all triples of full-attention layers, ready for JSON (None where there is nothing to say)."""

@@ -177,7 +177,7 @@ def test_break_even_is_asked_for_a_device_that_is_there(
         (("--length", "1k"), "--length '1k' is not a list of numbers"),
         (("--batch", "0"), "--batch '0' has a number below 1"),
         (("--shape", "llama2-7"), "unknown shape 'llama2-7'; did you mean 'llama2-7b'"),
-        (("--shape", "traced"), "unknown shape 'traced'"),
+        (("--shape", "traced"), "shape 'traced' is that of a traced model"),
         (("--methods", "ciss"), "unknown method 'ciss'; did you mean 'cis'"),
         (("--methods", "cis", "--length", "256"), "budget=32"),
         (("--length", "9"), "length 9 leaves no prompt before 9 steps"),

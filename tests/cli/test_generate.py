@@ -201,7 +201,7 @@ def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
         (("--set", "tau=2"), "tau=2.0 must lie in [-1.0, 1.0]"),
         (("--budget", "20"), "budget=20 is too small"),
         (("--budget", "96", "--set", "budget=97"), "both set the budget"),
-        (("--method", "dense", "--budget", "96"), "unknown key 'budget' for method 'dense'"),
+        (("--method", "dense", "--budget", "96"), "method 'dense' takes no keys, but budget was given"),
         (("--compare", "dens"), "did you mean 'dense'"),
         (("--backend", "cuda"), "unknown backend 'cuda'"),
         (("--dtype", "int8"), "unknown dtype 'int8'"),

@@ -98,6 +98,8 @@ class RandomInputs:
 
     def shape(self, name: str) -> Shape:
         """Return a shape of `SHAPES`."""
+        if name == "traced":
+            raise ValueError("shape 'traced' is that of a traced model: give a file with --inputs")
         if name not in SHAPES:
             raise unknown("shape", name, SHAPES)
         return SHAPES[name]

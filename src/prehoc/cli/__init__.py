@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -63,10 +64,17 @@ def _root(
     _common.show_traceback = traceback
 
 
+def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def main() -> None:
     """Run the command line; a bad input ends in one line on stderr and exit code 2."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.simplefilter("once", RuntimeWarning)
+            warnings.showwarning = _warn
+            app()
     except (ValueError, OSError) as error:
         if _common.show_traceback:
             raise

@@ -227,7 +227,11 @@ def _retrievals(one: Answer) -> str:
 
 
 def _mass(one: Answer) -> str:
+    from prehoc.report import FEW
+
     mean, low, high = one.report.retained_mass
+    if 0 < one.report.audited < FEW:
+        return f"{mean:.4f}, n = {one.report.audited}: too few for an interval"
     if one.report.audited:
         return f"{mean:.4f}, 95 % [{low:.4f}, {high:.4f}], n = {one.report.audited}"
     d = one.report.decode

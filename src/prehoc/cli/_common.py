@@ -21,7 +21,7 @@ Backend = Annotated[str | None, typer.Option("--backend", help="auto, cpu (C++),
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="CPU threads; torch's own choice when not given.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of everything random.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else goes to stderr.")]
 
 
@@ -38,7 +38,9 @@ def emit_json(document: Any) -> None:
 def setup(threads: int | None = None, seed: int | None = None) -> None:
     """Apply ``--threads`` and ``--seed`` to torch."""
     import torch
+    import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # it would run through our own
     if threads is not None:
         torch.set_num_threads(threads)
     if seed is not None:

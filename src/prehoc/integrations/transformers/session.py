@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from prehoc import kernels
 from prehoc.audit import Auditor
 from prehoc.books import Books, Stopwatch
-from prehoc.config import check_bool, check_range, default_backend
+from prehoc.config import check_bool, check_int, check_range, default_backend
 from prehoc.integrations.transformers import freezing
 from prehoc.integrations.transformers.attention import NAME, prehoc_attention, prehoc_mask
 from prehoc.integrations.transformers.breakeven import break_even
@@ -296,6 +296,7 @@ def attach(
             f"method={method!r} is not a prehoc method; give for example prehoc.CPE(budget=1024) or 'cpe:budget=1024'"
         )
     check_bool("compile", compile)
+    check_int("seed", seed, 0)
     check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
     plan = chosen.plan()
     support = supports(model, plan)
