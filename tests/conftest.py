@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
+with contextlib.suppress(ImportError):  # torch's compiler imports it, and it refuses to come after anyone's distutils
+    import setuptools  # noqa: F401
+
 import os
 from collections.abc import Callable
 from pathlib import Path
