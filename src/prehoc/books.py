@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prehoc.kernels.host import wait
 from prehoc.selection import Decision, Rows, Selection, Step, Window
 
 
@@ -232,8 +233,7 @@ class Stopwatch:
         self._last = now
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait(self._device)
         return time.perf_counter()
 
 

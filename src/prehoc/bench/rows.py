@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from prehoc import kernels
 from prehoc.books import Books
 from prehoc.kernels.flex import BLOCK, Pattern, decode_flex
+from prehoc.kernels.host import wait
 from prehoc.selection import Decision, Method, Selection, State, Step, Window, attend, decide
 
 SDPA = {
@@ -29,8 +30,7 @@ _KERNELS = {
 
 def now(device: torch.device) -> float:
     """Return the clock once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return time.perf_counter()
 
 

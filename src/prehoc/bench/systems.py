@@ -20,6 +20,7 @@ from prehoc.integrations.transformers.compat import cache_key, output_cache
 from prehoc.integrations.transformers.layers import fork, new_cache
 from prehoc.integrations.transformers.session import Session, attach
 from prehoc.kernels.flex import BLOCK, Pattern, decode_flex
+from prehoc.kernels.host import wait
 from prehoc.methods import prefill_key
 from prehoc.selection import Method, Selection, Step, Window
 from prehoc.trace import last_only
@@ -142,12 +143,6 @@ class System:
             held = [layer.store] if hasattr(layer, "store") else [layer.keys, layer.values]
             total += sum(part.nbytes for part in held if part is not None)
         return total
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given, so that a clock read now is honest."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @functools.lru_cache(maxsize=1)

@@ -17,6 +17,12 @@ def may_look(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def wait(device: torch.device) -> None:
+    """Wait until the device has done what it was given, so that a clock read now is honest."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def group_queries(q: Tensor, selection_heads: int, kv_heads: int) -> Tensor:
     """Return q ``[B, H, D]`` as ``[B, Hs, G', D]``: the queries that share a selection head."""
     b, h, d = q.shape
