@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prehoc import kernels
 from prehoc.books import Books
-from prehoc.kernels.flex import BLOCK, Pattern, decode_flex
+from prehoc.kernels.flex import BLOCK, Pattern, decode_flex, whole
 from prehoc.kernels.host import wait
 from prehoc.selection import Decision, Method, Selection, State, Step, Window, attend, decide
 
@@ -211,11 +211,11 @@ class FlexRow:
         if self._mask is None:
             torch._dynamo.reset()  # a cell has its own shapes: one graph each
             self._mask = Pattern(b, h, self._columns, device)
-        whole = [_whole(x, self._columns) for x in (step.k, step.v)]
+        buffers = [whole(x, self._columns) for x in (step.k, step.v)]
         begin = now(device)
         mask = self._mask.build(step, decision.selection)
         between = now(device)
-        out = decode_flex(step.q, whole[0], whole[1], mask, step.scale)
+        out = decode_flex(step.q, buffers[0], buffers[1], mask, step.scale)
         end = now(device)
         return out, decision, {"mask": between - begin, "attention": end - between}
 
@@ -234,9 +234,3 @@ class FlexRow:
         traffic.keys_visible += n * b * heads
         traffic.bytes_processed += keys * hkv // heads * pair
         traffic.bytes_dense += b * hkv * n * pair
-
-
-def _whole(view: Tensor, columns: int) -> Tensor:
-    """Return the buffer ``[B, Hkv, columns, D]`` behind a view of its first columns."""
-    b, heads, _, d = view.shape
-    return view.as_strided((b, heads, columns, d), view.stride())

@@ -19,7 +19,7 @@ from prehoc.config import unknown
 from prehoc.integrations.transformers.compat import cache_key, output_cache
 from prehoc.integrations.transformers.layers import fork, new_cache
 from prehoc.integrations.transformers.session import Session, attach
-from prehoc.kernels.flex import BLOCK, Pattern, decode_flex
+from prehoc.kernels.flex import BLOCK, Pattern, decode_flex, whole
 from prehoc.kernels.host import wait
 from prehoc.methods import prefill_key
 from prehoc.selection import Method, Selection, Step, Window
@@ -159,7 +159,6 @@ def _flex_attend(ops: Any, step: Step, chosen: Selection | Window | None) -> Ten
     """Build the BlockMask of a selection and attend with compiled FlexAttention over the whole buffer."""
     b, heads = step.q.shape[:2]
     columns = step.k.stride(1) // step.k.shape[3]  # of the buffer behind the view
-    shape = (b, step.k.shape[1], columns, step.k.shape[3])
-    k, v = (x.as_strided(shape, x.stride()) for x in (step.k, step.v))
+    k, v = (whole(x, columns) for x in (step.k, step.v))
     mask = _pattern(b, heads, columns, step.q.device).build(step, chosen)
     return decode_flex(step.q, k, v, mask, step.scale)

@@ -91,6 +91,12 @@ class Pattern:
         return int(self._counts.sum())
 
 
+def whole(view: Tensor, columns: int) -> Tensor:
+    """Return the buffer ``[B, Hkv, columns, D]`` behind a view of its first columns."""
+    b, heads, _, d = view.shape
+    return view.as_strided((b, heads, columns, d), view.stride())
+
+
 def decode_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Attend with compiled FlexAttention.
 
