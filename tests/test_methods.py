@@ -9,8 +9,20 @@ import pytest
 import torch
 
 import prehoc
-from prehoc.integrations.transformers import describe
-from prehoc.methods import CIS, CPE, ETF, METHODS, PRESETS, PSAW, Dense, Oracle, Streaming, parse_method, parse_pairs
+from prehoc.methods import (
+    CIS,
+    CPE,
+    ETF,
+    METHODS,
+    PRESETS,
+    PSAW,
+    Dense,
+    Oracle,
+    Streaming,
+    describe,
+    parse_method,
+    parse_pairs,
+)
 from prehoc.selection import Rows, Selection, State, Step, Window
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from prehoc import books
-from prehoc.integrations.transformers import describe
+from prehoc.methods import describe
 from prehoc.recorder import Exact, TraceRecorder
 from prehoc.report import without_nan
 from prehoc.selection import Method, Plan, Rows, State, Step, decide

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from prehoc import books, provenance
 from prehoc.config import check_choice, check_int
 from prehoc.files import atomic_path, check_writable
-from prehoc.integrations.transformers import attach, describe, new_cache
+from prehoc.integrations.transformers import attach, new_cache
 from prehoc.integrations.transformers.compat import cache_key
 from prehoc.integrations.transformers.support import layer_kinds
+from prehoc.methods import describe
 from prehoc.recorder import RECORDS, TraceRecorder
 from prehoc.report import without_nan
 from prehoc.selection import Method

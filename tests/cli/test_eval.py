@@ -15,8 +15,7 @@ from eval.words import save_model
 from prehoc import cli
 from prehoc.cli.eval import parse_methods
 from prehoc.eval.engine import Engine
-from prehoc.integrations.transformers import describe
-from prehoc.methods import parse_method
+from prehoc.methods import describe, parse_method
 
 Run = Callable[..., int]
 PSAW = "psaw:local=8,phi=0.5,start_layer=0"

@@ -16,8 +16,7 @@ from prehoc.bench.inputs import Inputs, Shape
 from prehoc.bench.lineup import method_row
 from prehoc.config import cache_dir
 from prehoc.files import atomic_path
-from prehoc.integrations.transformers import describe
-from prehoc.methods import parse_method
+from prehoc.methods import describe, parse_method
 from prehoc.selection import Method
 
 FILE = "breakeven.json"

@@ -9,7 +9,7 @@ import torch
 
 from prehoc.bench.rows import Row
 from prehoc.books import Books
-from prehoc.integrations.transformers import describe
+from prehoc.methods import describe
 from prehoc.selection import Decision, Selection, Step
 
 

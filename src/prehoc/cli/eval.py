@@ -105,7 +105,7 @@ def command(
     from prehoc.eval.runner import How, TaskRun, encode_samples
     from prehoc.eval.summary import summarise
     from prehoc.eval.tasks import Context
-    from prehoc.integrations.transformers import describe
+    from prehoc.methods import describe
 
     _answers.quiet()
     with _common.progress() as report:

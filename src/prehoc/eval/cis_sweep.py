@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prehoc.config import check_int, unknown
-from prehoc.integrations.transformers import describe
 from prehoc.mass import mean_interval
-from prehoc.methods import CIS, Dense, Oracle, Streaming
+from prehoc.methods import CIS, Dense, Oracle, Streaming, describe
 from prehoc.replay import replay
 from prehoc.selection import Method
 from prehoc.trace import Trace, check_request, full_layers, position_limit, trace

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prehoc.books import Traffic
-from prehoc.eval.perplexity import _base_and_head, _nll
+from prehoc.eval.perplexity import base_and_head, token_nll
 from prehoc.integrations.transformers import fork, sparsify
 from prehoc.integrations.transformers.compat import cache_key
 from prehoc.selection import Method
@@ -168,7 +168,7 @@ class Engine:
         if min(lengths) < longest:
             mask = torch.arange(longest)[None] >= longest - torch.tensor(lengths)[:, None]
         losses = None
-        scored = _base_and_head(self.model, ids[:1, :2]) if nll else None
+        scored = base_and_head(self.model, ids[:1, :2]) if nll else None
         with sparsify(self.model, method, backend=self._backend, audit=0.0) as session:
             inputs = {"input_ids": ids, "use_cache": True, self._cache: session.new_cache(longest + room)}
             inputs |= _padded(mask, longest, self.model.device)
@@ -179,7 +179,7 @@ class Engine:
                 hidden = base(**inputs).last_hidden_state  # [B, n, C]
                 logits = head(hidden[:, -1])
                 if session.plan.freeze is None:  # the logits of frozen rows mean nothing
-                    losses = tuple(_nll(head, hidden[:, :-1], ids[:, 1:]).double().mean(1).tolist())
+                    losses = tuple(token_nll(head, hidden[:, :-1], ids[:, 1:]).double().mean(1).tolist())
             work = session.report().prefill
         seconds = time.perf_counter() - began
         cache = inputs[self._cache]

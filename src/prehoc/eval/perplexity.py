@@ -102,7 +102,7 @@ def measure(
         raise ValueError(f"block={block}: {chosen.name} selects at every decode step; set block to 1")
     began, prompt = time.perf_counter(), length - continuation
     tick = step or (lambda done, total: None)
-    base, head = _base_and_head(model, windows[:1, :2])
+    base, head = base_and_head(model, windows[:1, :2])
     with contextlib.ExitStack() as stack:
         if prefix is not None:
             stack.enter_context(_shared(prefix, model, chosen))
@@ -111,7 +111,7 @@ def measure(
         hidden = base(input_ids=windows[:, :prompt], **cache).last_hidden_state  # [B, prompt, C]
         frozen = session.plan.freeze is not None
         first = prompt - 1 if frozen else 0
-        losses = [_nll(head, hidden[:, first:], windows[:, first + 1 : prompt + 1])]
+        losses = [token_nll(head, hidden[:, first:], windows[:, first + 1 : prompt + 1])]
         del hidden
         work = session.report().prefill
         if block > 1:
@@ -120,7 +120,7 @@ def measure(
             tick(column - prompt + 1, continuation)
             end = min(column + block, length - 1)
             last = base(input_ids=windows[:, column:end], **cache).last_hidden_state
-            losses.append(_nll(head, last, windows[:, column + 1 : end + 1]))
+            losses.append(token_nll(head, last, windows[:, column + 1 : end + 1]))
         tick(continuation, continuation)
     nll = torch.cat(losses, 1).double().cpu()  # [B, length - 1], or the continuation's alone
     return Measured(
@@ -164,7 +164,7 @@ def _shared(prefix: DensePrefix, model: nn.Module, method: Method) -> Any:
     return prefix.recording() if start is None else prefix.replaying(start)
 
 
-def _base_and_head(model: Any, tokens: Tensor) -> tuple[Any, nn.Module]:
+def base_and_head(model: Any, tokens: Tensor) -> tuple[Any, nn.Module]:
     """Return the decoder and the output projection, after a check on two tokens that the latter alone makes the logits."""
     found = find_base(model)
     if found is None:
@@ -180,7 +180,7 @@ def _base_and_head(model: Any, tokens: Tensor) -> tuple[Any, nn.Module]:
     return base, head
 
 
-def _nll(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def token_nll(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return float32 ``[B, T]``, minus the log probability of each target; logits exist for few rows at a time."""
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     parts = [

@@ -12,8 +12,7 @@ from prehoc.eval.engine import Ask, Batch, Decoded, Engine, Prefilled
 from prehoc.eval.prompts import Encoder, Prompt
 from prehoc.eval.results import Line, Results
 from prehoc.eval.tasks.base import Loaded, Sample, Task
-from prehoc.integrations.transformers import describe
-from prehoc.methods import prefill_key
+from prehoc.methods import describe, prefill_key
 from prehoc.selection import Method
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from prehoc.eval.results import Line
 from prehoc.eval.tasks.base import Metric, Task
-from prehoc.integrations.transformers import describe
 from prehoc.mass import mean_interval
+from prehoc.methods import describe
 from prehoc.report import without_nan
 from prehoc.selection import Method
 

@@ -16,8 +16,8 @@ from lm_eval.models.huggingface import HFLM
 from prehoc import models
 from prehoc.books import Traffic
 from prehoc.eval.engine import Ask, Engine
-from prehoc.integrations.transformers import attach, describe, sparsify
-from prehoc.methods import METHODS, PRESETS, parse_method
+from prehoc.integrations.transformers import attach, sparsify
+from prehoc.methods import METHODS, PRESETS, describe, parse_method
 
 _Request = tuple[Any, list[int], list[int]]
 

@@ -129,6 +129,16 @@ def prefill_key(method: Method) -> Hashable:
     return plan, method if isinstance(method, (Evictor, Auto)) else None
 
 
+def describe(method: Method) -> str:
+    """Return the method as ``name:key=value``, only what differs from its defaults."""
+    pairs = [
+        f"{f.name}={'+'.join(v) if isinstance(v, tuple) else v}"
+        for f in dataclasses.fields(method)  # type: ignore[arg-type]
+        if (v := getattr(method, f.name)) != f.default
+    ]
+    return method.name + (":" + ",".join(pairs) if pairs else "")
+
+
 __all__ = [
     "Auto",
     "CIS",
@@ -148,6 +158,7 @@ __all__ = [
     "SnapKV",
     "StaticWindow",
     "Streaming",
+    "describe",
     "parse_method",
     "parse_pairs",
     "prefill_key",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
 import types
@@ -26,7 +25,7 @@ from prehoc.integrations.transformers.forward import Forward, Phase, Recorder, d
 from prehoc.integrations.transformers.generation import generate
 from prehoc.integrations.transformers.layers import KVLayer, adopt, new_cache
 from prehoc.integrations.transformers.support import find_base, supports
-from prehoc.methods import parse_method
+from prehoc.methods import describe, parse_method
 from prehoc.methods.psaw import resolve_start_layer
 from prehoc.report import Report, make_report
 from prehoc.selection import Method, Plan, Rows, attend
@@ -232,16 +231,6 @@ def _restore_generate(model: Any, own: Any) -> None:
         del model.generate
     else:
         model.generate = own
-
-
-def describe(method: Method) -> str:
-    """Return the method as ``name:key=value``, only what differs from its defaults."""
-    pairs = [
-        f"{f.name}={'+'.join(v) if isinstance(v, tuple) else v}"
-        for f in dataclasses.fields(method)  # type: ignore[arg-type]
-        if (v := getattr(method, f.name)) != f.default
-    ]
-    return method.name + (":" + ",".join(pairs) if pairs else "")
 
 
 def _matrices(module: Any) -> int:
