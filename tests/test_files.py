@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prehoc.eval.prefill_search import write_document
-from prehoc.files import atomic_path, read_text
+from prehoc.files import atomic_path, read_text, write_document
 
 
 @pytest.mark.parametrize(

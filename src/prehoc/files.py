@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,11 @@ def atomic_path(target: str | Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document in one go: lists of numbers on one line, the rest indented."""
+    text = json.dumps(document, indent=1, allow_nan=False)
+    text = re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    with atomic_path(path) as part:
+        part.write_text(text + "\n", encoding="utf-8")

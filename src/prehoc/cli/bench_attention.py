@@ -62,7 +62,7 @@ def command(
     from prehoc.bench.lineup import check_steps, sized
     from prehoc.bench.refcheck import RefcheckError
     from prehoc.config import default_backend
-    from prehoc.eval.prefill_search import write_document
+    from prehoc.files import write_document
 
     _bench.check_device(device)
     place = torch.device(device)

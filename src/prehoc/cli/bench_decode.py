@@ -53,7 +53,7 @@ def command(
     from prehoc.bench.systems import System
     from prehoc.cli._prompt import Reader
     from prehoc.config import default_backend
-    from prehoc.eval.prefill_search import write_document
+    from prehoc.files import write_document
 
     chosen = methods.split()
     for name in chosen:

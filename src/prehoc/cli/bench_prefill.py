@@ -40,7 +40,7 @@ def command(
     from prehoc.bench.decode import check_methods
     from prehoc.bench.prefill import bench_prefill, check_length
     from prehoc.cli._prompt import Reader
-    from prehoc.eval.prefill_search import write_document
+    from prehoc.files import write_document
     from prehoc.methods import parse_method
 
     chosen = methods.split()

@@ -99,12 +99,12 @@ def command(
     from prehoc.cli import _answers
     from prehoc.cli._prompt import Reader
     from prehoc.eval.engine import Engine
-    from prehoc.eval.prefill_search import write_document
     from prehoc.eval.prompts import Encoder
     from prehoc.eval.results import Results
     from prehoc.eval.runner import How, TaskRun, encode_samples
     from prehoc.eval.summary import summarise
     from prehoc.eval.tasks import Context
+    from prehoc.files import write_document
     from prehoc.methods import describe
 
     _answers.quiet()

@@ -51,8 +51,8 @@ def command(
     from prehoc.cli._prompt import Reader
     from prehoc.config import check_int, default_backend
     from prehoc.eval.cis_sweep import choose_layers, identity, run, settings, table
-    from prehoc.eval.prefill_search import write_document
     from prehoc.eval.windows import cut_windows, read_texts
+    from prehoc.files import write_document
     from prehoc.integrations.transformers.support import layer_kinds
     from prehoc.trace import check_request
 

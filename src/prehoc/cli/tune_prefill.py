@@ -67,9 +67,10 @@ def command(
     from prehoc.cli._prompt import Reader
     from prehoc.config import check_choice
     from prehoc.eval.perplexity import check_lengths
-    from prehoc.eval.prefill_search import add_run, read_document, run, table, write_document
+    from prehoc.eval.prefill_search import add_run, read_document, run, table
     from prehoc.eval.prefill_sweep import Sweep, spell
     from prehoc.eval.windows import cut_windows, read_texts
+    from prehoc.files import write_document
     from prehoc.methods import parse_method
 
     check_choice("matmul", matmul, tuple(MATMUL))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 from prehoc.eval.perplexity import Change
 from prehoc.eval.prefill_sweep import STARTS, Row, Sweep, both, spell
-from prehoc.files import atomic_path
 from prehoc.methods import ETF, PSAW, Dense, parse_method
 from prehoc.selection import Method
 
@@ -191,11 +189,3 @@ def add_run(document: dict[str, Any], run: dict[str, Any]) -> None:
     names = [old["name"] for old in document["runs"]]
     at = names.index(run["name"]) if run["name"] in names else len(names)
     document["runs"][at : at + 1] = [run]
-
-
-def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document in one go: lists of numbers on one line, the rest indented."""
-    text = json.dumps(document, indent=1, allow_nan=False)
-    text = re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
-    with atomic_path(path) as part:
-        part.write_text(text + "\n", encoding="utf-8")

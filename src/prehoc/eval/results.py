@@ -12,7 +12,7 @@ from typing import Any
 import filelock
 
 from prehoc import provenance
-from prehoc.eval.prefill_search import write_document
+from prehoc.files import write_document
 
 FORMAT = 1
 Line = dict[str, Any]
