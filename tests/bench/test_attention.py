@@ -65,6 +65,11 @@ def test_every_row_reads_what_its_method_says() -> None:
     assert row[flexed]["mask_ms"] > 0 and 128 < row[flexed]["keys_per_head"] <= 512, "whole blocks"
 
 
+def test_a_gate_on_hidden_states_is_refused() -> None:
+    with pytest.raises(ValueError, match="gate=hidden compares the hidden states.*run the whole model"):
+        bench_cell(CELL, RandomInputs(), setup(("cis_hidden:budget=64",)))
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_parts_of_the_bytes_add_up() -> None:
     found = bench_cell(CELL, RandomInputs(), setup(("cis-8:budget=64,retrieval=compact",), rounds=1, layers=1))
@@ -186,3 +191,18 @@ def test_a_stated_size_wins_over_an_eighth_of_the_length() -> None:
     assert lineup.sized("oracle:critical=70", 4096).budget is None
     assert lineup.sized("cpe:ratio=1/4", 4096).ratio == 0.25 and lineup.sized("cpe:ratio=1/4", 4096).budget is None
     assert lineup.sized("psaw", 4096).phi == 0.7
+
+
+@pytest.mark.skipif(
+    kernels.resolve("auto", torch.device("cpu")) != "cpu", reason="no compiler: the yardstick is a C++ kernel"
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_bare_read_reads_what_the_first_cis_selects() -> None:
+    row = by_name(
+        bench_cell(CELL, RandomInputs(), setup(("cis-8:matched=true",), refcheck=True, backend="cpu", steps=8))
+    )
+    bare, method = row["gather (cis-8:matched=true)"], row["cis-8:matched=true"]
+    assert bare["gathers"] and "refcheck" not in bare and "selection_ms" not in bare
+    assert bare["bytes_read"] == bare["bytes_processed"] + bare["bytes_indices"]
+    assert bare["bytes_processed"] == pytest.approx(method["bytes_processed"], rel=0.02)  # a sample of the steps
+    assert bare["bytes_scored"] == bare["bytes_anchors"] == 0

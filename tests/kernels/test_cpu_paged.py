@@ -189,3 +189,18 @@ def test_stream() -> None:
     assert 0 < cpu.stream(torch.ones(1 << 20), 3) < 1e13
     with pytest.raises(ValueError, match="reads float32, not torch.float16"):
         cpu.stream(torch.ones(64, dtype=torch.float16), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gather_reads_every_selected_word_once(dtype: torch.dtype) -> None:
+    k, v = (torch.randn(2, 40, 2, 64).to(dtype).transpose(1, 2) for _ in range(2))
+    lists = torch.stack([torch.randperm(40)[:37] for _ in range(8)]).view(2, 4, 37).int()
+    lengths = torch.tensor([[37, 0, 5, 33], [1, 36, 37, 2]], dtype=torch.int32)
+    expected = 0
+    for row in range(2):
+        for head in range(4):
+            for column in lists[row, head, : lengths[row, head]]:
+                for words in (k[row, head // 2, column].view(torch.int32), v[row, head // 2, column].view(torch.int32)):
+                    for word in words.tolist():
+                        expected ^= word & 0xFFFFFFFF
+    assert cpu.gather(k, v, lists, lengths) == expected

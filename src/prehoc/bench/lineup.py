@@ -5,20 +5,32 @@ from __future__ import annotations
 import torch
 
 from prehoc.bench.evicting import EvictingRow
-from prehoc.bench.rows import SDPA, FlexRow, MethodRow, Row, SdpaRow
+from prehoc.bench.rows import SDPA, FlexRow, GatherRow, MethodRow, Row, SdpaRow
 from prehoc.methods import CIS, Dense, parse_method
+from prehoc.methods._eviction import Evictor
 from prehoc.selection import Method
 
 SIZES = ("budget", "ratio", "critical", "mass")
 
 
 def sized(text: str, length: int) -> Method:
-    """Return the method of a string; one that has a budget and states no size gets an eighth of the length."""
+    """Return the method of a string; one that has a budget and states no size gets an eighth of the length.
+
+    Raises
+    ------
+    ValueError
+        As `prehoc.methods.parse_method`; of a budget that the user did not write it says where it comes from.
+    """
     method = parse_method(text)
     stated = [getattr(method, size, None) for size in SIZES]
     if not hasattr(method, "budget") or any(value is not None for value in stated):
         return method
-    return parse_method(text, {"budget": length // 8})
+    try:
+        return parse_method(text, {"budget": length // 8})
+    except ValueError as error:
+        raise ValueError(
+            f"{text}: {error}; it states no size, and then budget = context / 8 (here {length} / 8)"
+        ) from error
 
 
 def check_steps(name: str, method: Method, steps: int) -> None:
@@ -32,14 +44,14 @@ def check_steps(name: str, method: Method, steps: int) -> None:
 
 def method_row(name: str, method: Method, backend: str, device: torch.device) -> Row:
     """Return the row of a method."""
-    kind = EvictingRow if getattr(method.plan().selector, "evicts", False) else MethodRow
+    kind = EvictingRow if isinstance(method, Evictor) else MethodRow
     return kind(name, method, backend, device)
 
 
 def make_rows(
     methods: list[str], length: int, kv_bytes: int, dtype: torch.dtype, backend: str, device: torch.device
 ) -> list[Row]:
-    """Return torch's rows, dense, FlexAttention with the pattern of the first CIS, and the methods.
+    """Return torch's rows, dense, FlexAttention and a bare read of what the first CIS selects, and the methods.
 
     Parameters
     ----------
@@ -57,5 +69,7 @@ def make_rows(
     shared = next((text for text in methods if isinstance(sized(text, length), CIS)), None)
     if shared is not None:
         rows.append(FlexRow(MethodRow(shared, sized(shared, length), backend, device), length))
+        if backend == "cpu":
+            rows.append(GatherRow(MethodRow(shared, sized(shared, length), backend, device)))
     others = [text for text in dict.fromkeys(methods) if text != "dense"]
     return rows + [method_row(text, sized(text, length), backend, device) for text in others]

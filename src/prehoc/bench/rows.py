@@ -234,3 +234,48 @@ class FlexRow:
         traffic.keys_visible += n * b * heads
         traffic.bytes_processed += keys * hkv // heads * pair
         traffic.bytes_dense += b * hkv * n * pair
+
+
+class GatherRow:
+    """A yardstick, no attention: the keys and values that another row selects are read and nothing is computed with them.
+
+    Its time is the least that this machine's memory allows for that selection, whatever a kernel does.
+
+    Parameters
+    ----------
+    pattern : MethodRow
+        A row of its own for the selection, which is not timed.
+    """
+
+    fixed = True
+    extra_bytes = 0
+
+    def __init__(self, pattern: MethodRow) -> None:
+        self.name = f"gather ({pattern.name})"
+        self.pattern = pattern
+
+    def begin(self) -> None:
+        """Forget the pattern's state."""
+        self.pattern.begin()
+
+    def skip(self, step: Step) -> None:
+        """Advance the pattern's state."""
+        self.pattern.skip(step)
+
+    def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
+        """Read; the output is empty."""
+        selection = self.pattern.decide(step).selection
+        if not isinstance(selection, Selection):
+            raise ValueError("the pattern selects no list of keys here, so there is nothing to gather")
+        begin = now(step.q.device)
+        kernels.get(step.backend, step.q.device).gather(step.k, step.v, selection.indices, selection.lengths)
+        end = now(step.q.device)
+        return step.q[:0], Decision(selection, heads=selection.indices.shape[1]), {"attention": end - begin}
+
+    def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
+        """Return the decision's selection."""
+        return decision.selection
+
+    def book(self, books: Books, step: Step, decision: Decision) -> None:
+        """Enter the reads."""
+        books.decision(step, step.v.shape[3], decision)

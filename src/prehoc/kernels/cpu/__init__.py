@@ -22,7 +22,7 @@ from prehoc.kernels.cpu.decode import (
     decode_selected_paged,
     pages,
 )
-from prehoc.kernels.cpu.stream import stream
+from prehoc.kernels.cpu.stream import gather, stream
 from prehoc.kernels.host import group_queries
 from prehoc.kernels.reference import Retrieval
 
@@ -39,6 +39,7 @@ __all__ = [
     "decode_selected",
     "decode_selected_paged",
     "dilate",
+    "gather",
     "library",
     "retrieve",
     "retrieve_compact",

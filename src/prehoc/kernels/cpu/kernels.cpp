@@ -17,6 +17,17 @@ int prehoc_threads() { return omp_get_max_threads(); }
 
 float prehoc_stream(const float* x, int64_t count) { return stream(x, count); }
 
+// sizes: B, Hkv, selection heads, D, Dv, width of the lists
+uint32_t prehoc_gather(int type, const void* k, const void* v, const int64_t* strides, const int64_t* sizes,
+                       const int32_t* indices, const int32_t* lengths) {
+    const Cache c{k, v, strides[0], strides[1], strides[2], strides[3], strides[4], strides[5]};
+    uint32_t read = 0;
+    with_type(type, [&](auto t) {
+        read = gather<decltype(t)>(c, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], indices, lengths, sizes[5]);
+    });
+    return read;
+}
+
 void prehoc_decode(int type, const float* q, const void* k, const void* v, const int64_t* strides, const int32_t* table,
                    const int64_t* pages, const int64_t* sizes, const int64_t* first, const int64_t* start, const int32_t* indices,
                    const int32_t* lengths, float* out, float* lse) {

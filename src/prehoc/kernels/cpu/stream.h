@@ -1,9 +1,9 @@
-// The yardstick: how fast this machine's threads read memory.
+// The yardsticks: how fast this machine's threads read memory, in order and where a selection points.
 #pragma once
 
 #include <omp.h>
 
-#include "simd.h"
+#include "rows.h"
 
 namespace prehoc {
 
@@ -20,6 +20,32 @@ inline float stream(const float* x, int64_t count) {
         total += sum(held[0] + held[1] + held[2] + held[3]);
     }
     for (int64_t i = count / step * step; i < count; ++i) total += x[i];
+    return total;
+}
+
+// read the selected rows of keys and values as decode does, long enough ahead, and compute nothing
+template <class T>
+uint32_t gather(const Cache& c, int64_t b, int64_t hkv, int64_t heads, int64_t dim, int64_t dim_v, const int32_t* indices,
+                const int32_t* lengths, int64_t width) {
+    constexpr int64_t ahead = 32, line = 64, bytes = sizeof(uvec);  // rows ahead: with more nothing is faster
+    uint32_t total = 0;
+#pragma omp parallel for schedule(dynamic, 1) reduction(^ : total)
+    for (int64_t pair = 0; pair < b * heads; ++pair) {
+        const Head<T> head(c, pair / heads, pair % heads / (heads / hkv));
+        const int32_t* list = indices + pair * width;
+        uvec held{};
+        const auto pass = [&](auto row, int64_t size) {
+            for (int64_t j = 0; j < lengths[pair]; ++j) {
+                if (j + ahead < lengths[pair])
+                    for (int64_t i = 0; i < size; i += line) __builtin_prefetch(row(list[j + ahead]) + i);
+                const char* from = row(list[j]);
+                for (int64_t i = 0; i + bytes <= size; i += bytes) held ^= *reinterpret_cast<const uvecu*>(from + i);
+            }
+        };
+        pass([&](int64_t col) { return reinterpret_cast<const char*>(head.key(col)); }, dim * int64_t(sizeof(T)));
+        pass([&](int64_t col) { return reinterpret_cast<const char*>(head.value(col)); }, dim_v * int64_t(sizeof(T)));
+        for (int lane = 0; lane < kLanes; ++lane) total ^= held[lane];
+    }
     return total;
 }
 
