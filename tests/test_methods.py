@@ -61,9 +61,15 @@ def test_strings() -> None:
     assert parse_method("cis:tau=-1").tau == -1  # type: ignore[attr-defined]
 
 
-def test_extra_adds_and_wins() -> None:
-    assert parse_method("cis:budget=64", {"tau": "0.5", "budget": 128}) == CIS(budget=128, tau=0.5)
+def test_extra_adds_to_a_text_and_wins_over_a_preset() -> None:
+    assert parse_method("cis:budget=64", {"tau": "0.5"}) == CIS(budget=64, tau=0.5)
     assert parse_method("cis-16", {"block_size": "4"}) == CIS(block_size=4)
+    with pytest.raises(
+        ValueError, match="budget is given twice: budget=64 in 'cis:budget=64' and budget=128 beside it; give one"
+    ):
+        parse_method("cis:budget=64", {"tau": "0.5", "budget": 128})
+    with pytest.raises(ValueError, match="unknown key 'budgte' for method 'cis'; did you mean 'budget'"):
+        parse_method("cis", {"budgte": 3})
 
 
 def test_presets() -> None:
@@ -102,6 +108,7 @@ def test_describe_is_read_back(text: str) -> None:
         ("cis:budget", "'budget' is not key=value; write for example budget=1024"),
         ("cis:=5", "'=5' is not key=value"),
         ("cis:budget=64,,tau=1", "'' is not key=value"),
+        ("cis:tau=0.5, tau=0.6", "tau is given twice: tau=0.5 and tau=0.6; give one of them"),
         ("cis:budget=many", "budget='many' is not a valid value: expected int"),
         ("cis:budget=47", "budget=47 is too small.*give at least 48"),
         ("cis:budget=-1", "budget=-1 must be at least 1"),

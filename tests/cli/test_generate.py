@@ -201,6 +201,11 @@ def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
         (("--set", "tau=2"), "tau=2.0 must lie in [-1.0, 1.0]"),
         (("--budget", "20"), "budget=20 is too small"),
         (("--budget", "96", "--set", "budget=97"), "both set the budget"),
+        (
+            ("--method", "cis:budget=64", "--budget", "96"),
+            "budget=64 in 'cis:budget=64' and budget=96 beside it; give one",
+        ),
+        (("--method", "cis:tau=0.5", "--set", "tau=0.6"), "tau=0.5 in 'cis:tau=0.5' and tau=0.6 beside it; give one"),
         (("--method", "dense", "--budget", "96"), "method 'dense' takes no keys, but budget was given"),
         (("--compare", "dens"), "did you mean 'dense'"),
         (("--backend", "cuda"), "unknown backend 'cuda'"),

@@ -71,14 +71,14 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def parse_method(text: str, extra: Mapping[str, Any] | None = None) -> Method:
-    """Return the method for ``name`` or ``name:key=value,key=value``; `extra` adds to it and wins.
+    """Return the method for ``name`` or ``name:key=value,key=value`` with the keys of `extra` added.
 
     Parameters
     ----------
     text : str
         A method or preset name with optional keys, such as ``cis:budget=1024,tau=0.8``.
     extra : mapping, optional
-        More keys, as from ``--budget`` or ``--set``.
+        More keys, as from ``--budget`` or ``--set``; like those of the text they win over a preset's.
 
     Returns
     -------
@@ -87,7 +87,8 @@ def parse_method(text: str, extra: Mapping[str, Any] | None = None) -> Method:
     Raises
     ------
     ValueError
-        For an unknown method or key (with the nearest known one), a value out of range, or a malformed pair.
+        For an unknown method or key (with the nearest known one), a key given twice, a value out of range, or a malformed
+        pair.
     """
     name, _, pairs = text.partition(":")
     name = name.strip().lower()
@@ -97,8 +98,15 @@ def parse_method(text: str, extra: Mapping[str, Any] | None = None) -> Method:
         values.update(preset)
     if name not in METHODS:
         raise unknown("method", name, [*METHODS, *PRESETS])
-    values.update(parse_pairs(pairs.split(",") if pairs.strip() else []))
-    values.update(extra or {})
+    stated, added = parse_pairs(pairs.split(",") if pairs.strip() else []), extra or {}
+    for key in stated:
+        if key in added:
+            raise ValueError(
+                f"{key} is given twice: {key}={stated[key]} in {text.strip()!r} and {key}={added[key]} beside it; give "
+                "one of them"
+            )
+    values.update(stated)
+    values.update(added)
     method: Method = from_dict(METHODS[name], values)
     return method
 
@@ -109,14 +117,17 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
     Raises
     ------
     ValueError
-        For a text that is not ``key=value``.
+        For a text that is not ``key=value``, or a key that is given twice.
     """
-    values = {}
+    values: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{pair!r} is not key=value; write for example budget=1024")
-        values[key.strip()] = value.strip()
+        key, value = key.strip(), value.strip()
+        if key in values:
+            raise ValueError(f"{key} is given twice: {key}={values[key]} and {key}={value}; give one of them")
+        values[key] = value
     return values
 
 
