@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.text import Text
 from transformers import LlamaForCausalLM
 
 from prehoc import cli, kernels
 from prehoc.bench import decode, stream
+from prehoc.cli import bench_decode
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,26 @@ def test_prints_a_table_a_context_and_writes_the_document(
     assert cell["rows"][1]["times_dense"] == 1
     assert document["text"]["file"] == "text.txt" and document["command"].startswith("prehoc bench decode")
     assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
+
+
+@pytest.mark.parametrize("terminal", ["0", "1"])
+def test_no_heading_and_no_number_is_cut(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: str
+) -> None:
+    for name, value in (("TTY_COMPATIBLE", terminal), ("COLUMNS", "60"), ("NO_COLOR", "1"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    real = decode.bench_decode
+
+    def large(*args: Any) -> Any:
+        return [{**row, "step_ms_10": 12345.6, "step_ms_90": 23456.7} for row in real(*args)]
+
+    monkeypatch.setattr(decode, "bench_decode", large)
+    assert bench("--context", "60") == 0
+    shown = Text.from_ansi(capsys.readouterr().out).plain
+    assert "…" not in shown and "12345.6-23456.7" in shown and " cis:budget=48,local=16 " in shown
+    words = {word for column in bench_decode.COLUMNS for word in column.split()}
+    assert words <= set(re.split(r"[\s│┃]+", shown))
+    assert ("% roofline" in shown) == (terminal == "0"), "headings break only where the terminal is narrow"
 
 
 def test_every_rival_runs(bench: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,8 +31,8 @@ _load = functools.cache(models.load)  # the same model for all tests of this fil
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     import torch
 
-    def load(model: str, dtype: str, progress: Any = None) -> Any:
-        return _load(model, dtype)
+    def load(model: str, dtype: str, device: str, progress: Any = None) -> Any:
+        return _load(model, dtype, device=device)
 
     def call(*args: str) -> int:
         monkeypatch.setattr(sys, "argv", ["prehoc", "generate", *args])
@@ -107,7 +107,7 @@ def test_compare_json(run: Run, smollm2_path: Path, file: Path, capsys: pytest.C
     assert dense["method"] == "dense"
     assert cis["method"] == "cis:budget=96,block_size=4,tau=0.9"
     assert document["versions"]["prehoc"]
-    assert document["machine"]["torch_threads"] == 1
+    assert document["machine"]["torch_threads"] == 1 and document["device"] == "cpu"
     assert document["command"].startswith("prehoc generate --model")
     for one in (dense, cis):
         assert 0 < len(one["tokens"]) <= 12
@@ -210,6 +210,7 @@ def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
         (("--compare", "dens"), "did you mean 'dense'"),
         (("--backend", "cuda"), "unknown backend 'cuda'"),
         (("--dtype", "int8"), "unknown dtype 'int8'"),
+        (("--device", "gpu"), "unknown device 'gpu'; did you mean 'cpu'"),
         (("--temperature", "-1"), "--temperature -1.0 must be 0"),
         (("--audit", "2"), "audit=2.0 must lie in [0.0, 1.0]"),
         (("--max-new-tokens", "0"), "max-new-tokens"),
@@ -226,6 +227,30 @@ def test_bad_options(
 ) -> None:
     assert run(*args(smollm2_path, file, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_device_is_checked_and_given_to_the_model(
+    run: Run,
+    smollm2_path: Path,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    there: bool,
+) -> None:
+    import torch
+
+    given: list[Any] = []
+
+    def load(*args: Any, device: str, **kwargs: Any) -> Any:
+        given.append(device)
+        raise ValueError("loaded")
+
+    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert run(*args(smollm2_path, file, "--device", "cuda")) == 2
+    assert ("loaded" if there else "device 'cuda' is not available to torch here; use cpu") in capsys.readouterr().err
+    assert given == ["cuda"] * there
 
 
 def test_unknown_model(run: Run, file: Path, no_load: None, capsys: pytest.CaptureFixture[str]) -> None:

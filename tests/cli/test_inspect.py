@@ -72,6 +72,17 @@ def test_the_page_holds_the_trace(found: Trace, page: Path) -> None:
     assert found.meta["method"] in text and not re.search(r'(src|href)="https?:', text[: text.index("plotly.js")])
 
 
+def test_one_json_document(
+    found: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found.save(tmp_path / "t.npz")
+    assert call(monkeypatch, "inspect", str(tmp_path / "t.npz"), "--out", str(tmp_path / "page.html"), "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["out"] == str(tmp_path / "page.html") and document["trace"] == "t.npz"
+    assert document["meta"]["method"] == found.meta["method"]
+    assert document["summary"]["keys"] == pytest.approx(found.summary()["keys"])
+
+
 def test_another_head_draws_another_picture(page: Path) -> None:
     script = f"""{DRAWN}
     const first = picture();

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-
-from prehoc.config import check_choice, unknown
+from prehoc.config import unknown
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 
 
 def numbers(option: str, text: str) -> list[int]:
@@ -38,26 +33,11 @@ def check_dtype(name: str) -> None:
         raise unknown("dtype", name, DTYPES)
 
 
-def check_device(name: str) -> None:
-    """Raise ValueError unless torch can run on this kind of device here."""
-    import torch
-
-    check_choice("device", name, ("cpu", "cuda"))
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' is not available to torch here; use cpu")
-
-
 def default_text() -> Path:
     """Return a text that is long and on every machine: a module of Python's library."""
     import argparse
 
     return Path(argparse.__file__)
-
-
-def console(width: int = 150) -> Console:
-    """Return the console to print tables on; a log file has no width of its own."""
-    found = Console()
-    return found if found.is_terminal else Console(width=width)
 
 
 def roofline(cell: dict[str, Any], weights: int, stream: float) -> dict[str, Any]:

@@ -10,7 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from prehoc import config
 
 show_traceback = False
 """Set by ``prehoc --traceback``."""
@@ -18,6 +22,7 @@ show_traceback = False
 Model = Annotated[str, typer.Option("--model", help="Catalogue name, local folder, .gguf file, or hub id owner/name.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
 Backend = Annotated[str | None, typer.Option("--backend", help="auto, cpu (C++), triton or reference (torch).")]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="CPU threads; torch's own choice when not given.")
 ]
@@ -30,9 +35,34 @@ def log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def check_device(name: str) -> None:
+    """Raise ValueError unless torch can run on this kind of device here."""
+    config.check_choice("device", name, ("cpu", "cuda"))
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' is not available to torch here; use cpu")
+
+
 def emit_json(document: Any) -> None:
     """Print one JSON document on stdout; NaN and infinity, which JSON does not have, are refused."""
     print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def show(table: Table) -> None:
+    """Print a table on stdout with every number and every word of a heading whole.
+
+    A file has no width of its own. On a terminal that is too narrow, headings break at spaces, and what is still too wide runs
+    over the edge.
+    """
+    terminal, wide = Console(), Console(width=100_000)
+    width = Measurement.get(wide, wide.options, table).maximum
+    if terminal.is_terminal and terminal.width < width:
+        for column in table.columns:
+            cells = [Measurement.get(wide, wide.options, cell) for cell in (column.header, *column.cells)]
+            column.width = max(cell.minimum for cell in cells)
+        width = Measurement.get(wide, wide.options, table).maximum
+    Console(width=max(width, terminal.width) if terminal.is_terminal else width).print(table)
 
 
 def setup(threads: int | None = None, seed: int | None = None) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
+
+from prehoc.cli import _common
 
 if TYPE_CHECKING:
     from prehoc.eval.tasks import Metric, Task
@@ -17,9 +18,6 @@ def show(table: dict[str, Any], task: Task) -> None:
     """Print what a task scored, what the methods read, and the notes; nothing of a table that was refused."""
     if table["refused"]:
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=150, highlight=False)  # a log file has no width of its own
     rows = table["rows"]
     aware = {None: "no question", True: "query-aware prefill", False: "question decoded"}[rows[0]["query_aware"]]
     scores = Table(title=f"{task.name}: n = {rows[0]['n']}, {aware}, intervals 95 %")
@@ -36,10 +34,10 @@ def show(table: dict[str, Any], task: Task) -> None:
     for row in rows:
         scores.add_row(row["method"], *(cell for metric in task.metrics for cell in _score(metric, row)), *_alike(row))
         reading.add_row(row["method"], *_reading(row))
-    console.print(scores)
-    console.print(reading)
+    _common.show(scores)
+    _common.show(reading)
     for note in table["notes"]:
-        console.print(f"  {note}")
+        print(f"  {note}")
 
 
 def _score(metric: Metric, row: dict[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ def command(
         int | None, typer.Option(min=1, help="Layers to run, evenly spaced over the depth (default: all).")
     ] = None,
     refcheck: Annotated[bool, typer.Option("--refcheck", help="Compare every row with the reference first.")] = False,
-    device: _bench.Device = "cpu",
+    device: _common.Device = "cpu",
     out: Annotated[Path | None, typer.Option(help="JSON document; its finished cells are kept.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     backend: _common.Backend = None,
@@ -64,7 +64,7 @@ def command(
     from prehoc.config import default_backend
     from prehoc.files import write_document
 
-    _bench.check_device(device)
+    _common.check_device(device)
     place = torch.device(device)
     kind: torch.dtype = getattr(torch, dtype)
     _common.setup(threads, seed)
@@ -131,7 +131,11 @@ def command(
         _common.emit_json(document)
     else:
         for one in document["cells"]:
-            _bench.console(170).print(table.draw(one, document["stream_bytes_per_second"]))
+            drawn = table.draw(one, document["stream_bytes_per_second"])
+            if isinstance(drawn, str):  # why the cell was not run
+                print(drawn)
+            else:
+                _common.show(drawn)
     if document["invalid"]:
         _common.log("THIS RUN IS INVALID: nothing reads memory faster than memory")
         for line in document["invalid"]:

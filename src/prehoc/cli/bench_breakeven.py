@@ -27,7 +27,7 @@ def command(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers to run, evenly spaced over the depth (default: all).")
     ] = None,
-    device: _bench.Device = "cpu",
+    device: _common.Device = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     backend: _common.Backend = None,
     threads: _common.Threads = None,
@@ -50,7 +50,7 @@ def command(
     from prehoc.config import default_backend
     from prehoc.methods import parse_method
 
-    _bench.check_device(device)
+    _common.check_device(device)
     place, kind = torch.device(device), getattr(torch, dtype)
     chosen = {text: parse_method(text) for text in methods.split()}
     for text, method in chosen.items():
@@ -72,7 +72,7 @@ def command(
         return
     for text, measured in found.items():
         begin = "never" if measured.length is None else f"from {measured.length} tokens on"
-        _bench.console().print(f"{text}: faster than dense {begin} (of the lengths measured)")
+        print(f"{text}: faster than dense {begin} (of the lengths measured)")
         table = Table()
         for column in ("length", "dense ms", "method ms", "x dense", "rho"):
             table.add_column(column, justify="right")
@@ -81,4 +81,4 @@ def command(
         ):
             rho = "" if ratio is None else f"{ratio:.2f}"
             table.add_row(str(tokens), f"{dense:.3f}", f"{ours:.3f}", f"{dense / ours:.2f}", rho)
-        _bench.console().print(table)
+        _common.show(table)

@@ -125,7 +125,7 @@ def _print(cell: dict[str, Any]) -> None:
         table.add_column(column, justify="right")
     for row in cell["rows"]:
         table.add_row(row["system"], *_cells(row))
-    _bench.console().print(table)
+    _common.show(table)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

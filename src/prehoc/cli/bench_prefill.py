@@ -74,7 +74,7 @@ def command(
         _common.emit_json(document)
         return
     for size in lengths:
-        _bench.console().print(_table([row for row in rows if row["length"] == size], size, batch))
+        _common.show(_table([row for row in rows if row["length"] == size], size, batch))
 
 
 def _table(rows: list[dict[str, Any]], length: int, batch: int) -> Table:

@@ -46,6 +46,7 @@ def command(
     audit: Annotated[
         float, typer.Option("--audit", help="Share of decode triples (step, layer, head) whose mass is measured.")
     ] = 0.01,
+    device: _common.Device = "cpu",
     dtype: _common.Dtype = "auto",
     backend: _common.Backend = None,
     threads: _common.Threads = None,
@@ -75,10 +76,11 @@ def command(
     if not 0 <= temperature < math.inf:
         raise ValueError(f"--temperature {temperature} must be 0 (greedy) or a positive number")
     config.check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
+    _common.check_device(device)
     config.check_choice("backend", config.default_backend() if backend is None else backend, kernels.BACKENDS)
     how = Settings(max_new_tokens, temperature, backend, audit, seed)
     _common.setup(threads)
-    run(model, dtype, text, ask, methods, how, truncate=truncate, as_json=as_json)
+    run(model, dtype, text, ask, methods, how, device=device, truncate=truncate, as_json=as_json)
 
 
 def run(
@@ -89,6 +91,7 @@ def run(
     methods: list[Any],
     how: Settings,
     *,
+    device: str = "cpu",
     truncate: bool = False,
     as_json: bool = False,
     about: dict[str, Any] | None = None,
@@ -97,7 +100,7 @@ def run(
 
     Parameters
     ----------
-    model, dtype
+    model, dtype, device
         As for `prehoc.models.load`.
     text, ask : str
         The document and the question.
@@ -119,7 +122,7 @@ def run(
     with _common.progress() as report:
         reader = Reader.before_weights(model, dtype, report)
         ids, cut = reader.fit(text, ask, how.new_tokens, truncate)
-        loaded, tokenizer = models.load(model, dtype, progress=report)
+        loaded, tokenizer = models.load(model, dtype, device=device, progress=report)
         report("preparing", 0, 0)
         for method in methods:  # what does not fit this model is found before the first answer
             prehoc.attach(loaded, method, backend=how.backend, audit=how.audit).detach()
@@ -197,6 +200,7 @@ def _document(
     return {
         "model": provenance.hide_folders(model),
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": loaded.device.type,
         "command": provenance.command(),
         "machine": provenance.machine(),
         "versions": provenance.versions(),

@@ -17,6 +17,7 @@ def command(
         typer.Argument(metavar="TRACE.npz", help="A trace recorded with --record selections --record qk."),
     ],
     out: Annotated[Path, typer.Option("--out", help="HTML page to write; an existing one is replaced.")],
+    as_json: _common.Json = False,
 ) -> None:
     """Write a page to pick a layer and head of a trace on, and see which keys each step read, chose and missed."""
     check_writable(out)
@@ -28,4 +29,7 @@ def command(
         page = inspect(found, f"prehoc inspect: {trace.name}", report)
     with atomic_path(out) as part:
         part.write_text(page, encoding="utf-8")
-    print(f"written to {out}")
+    if as_json:
+        _common.emit_json({"out": str(out), "trace": trace.name, "meta": found.meta, "summary": found.summary()})
+    else:
+        print(f"written to {out}")
