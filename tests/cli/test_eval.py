@@ -138,6 +138,26 @@ def test_an_interrupted_run_goes_on_and_ends_like_another(
     assert run() == 0 and calls == [], "a finished run computes nothing"
 
 
+def test_whoever_stops_a_run_is_told_that_it_goes_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode, calls = Engine.decode, []
+
+    def stopped(self: Engine, method: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(describe(method))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return decode(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "decode", stopped)
+    assert run("--limit", "2") == 130
+    said = f"interrupted: what is finished is kept in {tmp_path / 'run'}; the same command goes on where it was\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert len(lines(tmp_path / "run/kv_retrieval.jsonl")) == 3
+    assert run("--limit", "2") == 0
+    assert len(lines(tmp_path / "run/kv_retrieval.jsonl")) == 2 * 4
+
+
 def test_more_samples_and_methods_are_added_to_a_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--limit", "2", "--methods", "cis:critical=24") == 0
     assert run("--limit", "4", "--methods", "cis:critical=24 oracle:critical=24") == 0

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -75,6 +76,17 @@ def setup(threads: int | None = None, seed: int | None = None) -> None:
         torch.set_num_threads(threads)
     if seed is not None:
         torch.manual_seed(seed)
+
+
+@contextmanager
+def resumable(kept: Path | None) -> Iterator[None]:
+    """Tell whoever stops the block with Ctrl-C that the same command goes on from what is `kept` (None: nothing is)."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if kept is not None:
+            log(f"interrupted: what is finished is kept in {kept}; the same command goes on where it was")
+        raise typer.Exit(130) from None
 
 
 @contextmanager

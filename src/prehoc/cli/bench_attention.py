@@ -111,7 +111,7 @@ def command(
     if finished:
         document["stream_bytes_per_second"] = max(cell["stream_bytes_per_second"] for cell in finished)
         _common.log(f"{len(finished)} finished cells of {out} are kept")
-    with _common.progress() as report:
+    with _common.resumable(out), _common.progress() as report:
         report("memory bandwidth", 0, 0)
         measure_stream()
         for cell in cells:

@@ -60,7 +60,7 @@ def command(
         System.of(name, max(lengths))
     _common.setup(threads, seed)
     resolved = kernels.resolve(default_backend() if backend is None else backend, torch.device("cpu"))
-    with _common.progress() as report:
+    with _common.resumable(out), _common.progress() as report:
         reader = Reader.before_weights(model, dtype, report)
         tokens = reader.tokenizer(content, verbose=False)["input_ids"]
         check_tokens(len(tokens), reader.positions, max(lengths), rounds, steps)

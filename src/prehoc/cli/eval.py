@@ -108,7 +108,7 @@ def command(
     from prehoc.methods import describe
 
     _answers.quiet()
-    with _common.progress() as report:
+    with _common.resumable(out), _common.progress() as report:
         reader = Reader.before_weights(model, dtype, report)
         if max_length is not None and reader.positions is not None and max_length > reader.positions:
             raise ValueError(f"--max-length {max_length} exceeds the model's {reader.positions} positions; give less")

@@ -62,7 +62,7 @@ def command(
     texts = read_texts(text_file, count)
     _common.setup(threads)
     part = out.with_suffix(".part.jsonl")
-    with _common.progress() as report:
+    with _common.resumable(part), _common.progress() as report:
         reader = Reader.before_weights(model, dtype, report)
         check_request(reader.positions, prompt_tokens + steps, prompt_tokens, steps)
         cut = cut_windows(reader.tokenizer, texts, count, prompt_tokens + steps)

@@ -89,14 +89,14 @@ def command(
     texts = read_texts(text_file, windows)
     _common.setup(threads)
     before = torch.get_float32_matmul_precision()
-    with _common.progress() as report:
+    part = out.with_suffix(".part.jsonl")
+    with _common.resumable(part), _common.progress() as report:
         reader = Reader.before_weights(model, dtype, report)
         check_lengths(reader.positions, window, continuation)
         cut = cut_windows(reader.tokenizer, texts, windows, window)
         loaded, _ = models.load(model, dtype=dtype, progress=report)
         torch.set_float32_matmul_precision(MATMUL[matmul])
         try:
-            part = out.with_suffix(".part.jsonl")
             sweep = Sweep(loaded, model, cut, continuation, batch, part, block, backend, report, share)
             result = run(sweep, wanted, search.split(), limit)
         finally:
