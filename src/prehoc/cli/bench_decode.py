@@ -57,7 +57,8 @@ def command(
 
     chosen = methods.split()
     for name in chosen:
-        System.of(name, max(lengths))
+        for length in lengths:
+            System.of(name, length)
     _common.setup(threads, seed)
     resolved = kernels.resolve(default_backend() if backend is None else backend, torch.device("cpu"))
     with _common.resumable(out), _common.progress() as report:
