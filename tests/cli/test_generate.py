@@ -284,9 +284,17 @@ def test_truncate_keeps_head_and_tail(smollm2_path: Path) -> None:
         assert 0 < cut < len(text)
 
 
-def test_truncate_that_cannot_help(smollm2_path: Path) -> None:
-    with pytest.raises(ValueError, match="the question alone takes"):
-        reader(smollm2_path).fit("word " * 9000, "why? " * 9000, 10, truncate=True)
+@pytest.mark.parametrize(("text", "ask", "new_tokens"), [("word " * 9000, "why? " * 9000, 10), ("word", "why?", 8190)])
+@pytest.mark.parametrize("truncate", [False, True])
+def test_truncate_is_not_the_advice_where_it_cannot_help(
+    smollm2_path: Path, text: str, ask: str, new_tokens: int, truncate: bool
+) -> None:
+    message = (
+        f"^{new_tokens} tokens are to be generated and the question alone takes .* give a smaller --max-new-tokens"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        reader(smollm2_path).fit(text, ask, new_tokens, truncate=truncate)
+    assert "--truncate" not in str(error.value)
 
 
 def test_chat_template_puts_the_question_behind_the_document(smollm2_path: Path) -> None:

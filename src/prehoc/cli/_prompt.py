@@ -97,23 +97,22 @@ class Reader:
         Raises
         ------
         ValueError
-            When prompt and new tokens exceed the model's positions and `truncate` is off or cannot help.
+            When prompt and new tokens exceed the model's positions and `truncate` is off, or question and new tokens do.
         """
         ids = self.encode(text, ask)
         if self.positions is None or len(ids) + new_tokens <= self.positions:
             return ids, 0
-        room = self.positions - new_tokens
+        room, around = self.positions - new_tokens, len(self.encode(GAP, ask))
+        if around > room:  # --truncate could not help
+            raise ValueError(
+                f"{new_tokens} tokens are to be generated and the question alone takes {around}, but the model has "
+                f"{self.positions} positions; give a smaller --max-new-tokens, a shorter question or a model with more positions"
+            )
         if not truncate:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and {new_tokens} are to be generated, but the model has "
                 f"{self.positions} positions; add --truncate to keep the text's beginning and end, or give a shorter "
                 "file, a smaller --max-new-tokens or a model with more positions"
-            )
-        around = len(self.encode(GAP, ask))
-        if around > room:
-            raise ValueError(
-                f"--truncate cannot help: the question alone takes {around} tokens and {new_tokens} are to be "
-                f"generated, but the model has {self.positions} positions"
             )
         keep = len(text)
         while len(ids) > room:
