@@ -60,6 +60,21 @@ def test_help_is_fast_and_imports_no_torch() -> None:
     )
 
 
+def test_a_usage_error_imports_no_torch() -> None:
+    lines = [*(f"{name} --no-such-option" for name in cli.COMMANDS), "generate --model m", "bench decode --steps x"]
+    code = (
+        "import sys\nfrom prehoc.cli import main\n"
+        f"for line in {lines}:\n"
+        "    sys.argv = ['prehoc', *line.split()]\n"
+        "    try: main()\n"
+        "    except SystemExit as stop: assert stop.code == 2, line\n"
+        "    assert 'torch' not in sys.modules, line"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("No such option") == len(cli.COMMANDS)
+
+
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
 def test_every_command_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(f"prehoc.cli.{name}")
