@@ -22,7 +22,6 @@ class Evictor:
     A method keeps what it needs from a prompt in the cache's `notes`, under ``columns`` how many columns it has seen.
     """
 
-    evicts: ClassVar[bool] = True
     granularity: ClassVar[str] = "kv_head"
     name: ClassVar[str]
 
