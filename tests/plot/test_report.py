@@ -10,14 +10,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from bench_shapes import record
 from browser import look
-from prehoc.plot import paper
+from prehoc.methods import METHODS, PRESETS
+from prehoc.plot import figures_trace, paper
 from prehoc.plot.inspect import inspect
+from prehoc.plot.page import _ORDER, method_styles
+from prehoc.plot.pareto import Point, pareto
 from prehoc.plot.report import report
 from prehoc.plot.runs import Run, read_run
 from prehoc.trace import trace as trace_model
@@ -225,6 +229,56 @@ def test_our_rows_find_the_papers_columns() -> None:
     assert paper.column("dense") is None and paper.column("oracle:budget=8") is None
     for table in (paper.ATTENTION_MS, paper.DECODE_TOKENS):
         assert all(len(row) == len(paper.COLUMNS) for row in table.values())
+
+
+def test_a_method_looks_the_same_in_every_figure() -> None:
+    assert set(_ORDER) <= {*METHODS, *PRESETS} and len(set(_ORDER)) == len(_ORDER)
+    some = ["dense", "sdpa-flash", "cis:tau=0.5", "quest", "cis:tau=0.7", "flex (cis-8)", "cis-8:matched=true"]
+
+    def drawn(names: list[str]) -> dict[str, Any]:
+        figure = pareto(
+            "t", "mass", [Point(name, 0.5 + 0.1 * (i % 3), share=0.2) for i, name in enumerate(names)]
+        ).draw()
+        lines = {one.get_label(): one[0] for one in figure.axes[0].containers}
+        return {name: (line.get_color(), line.get_marker(), line.get_linestyle()) for name, line in lines.items()}
+
+    first, second = drawn(some), drawn(["h2o", "cis", "quest", "dense"])
+    assert first["quest"] == second["quest"] and first["dense"] == second["dense"]
+    assert first["cis:tau=0.5"] == second["cis"] != first["cis:tau=0.7"]
+    assert len(set(first.values())) == len(some)
+    every = [tuple(look.items()) for look in method_styles([*METHODS, *PRESETS, *some]).values()]
+    assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize(
+    ("value", "most", "top"), [(100.0, 100, 100), (1.0, 1, 1), (97.0, 100, None), (12.0, 100, None)]
+)
+def test_an_axis_ends_at_the_largest_value_there_can_be(value: float, most: float, top: float | None) -> None:
+    points = [Point("cis", value * (1 - 0.1 * i), (value * 0.85, value), share=0.1 + i) for i in range(2)]
+    axis = pareto("t", "score", points, most).draw().axes[0]
+    if top is None:
+        assert value < axis.get_ylim()[1] < 2 * value
+    else:
+        assert axis.get_ylim()[1] == top and not axis.lines[0].get_clip_on()
+    free = pareto("t", "score", points, 1e9).draw().axes[0].get_ylim()
+    assert axis.get_ylim()[0] == free[0], "only the upper end moves"
+
+
+def test_steps_are_whole_numbers(trace: Path) -> None:
+    found = read_run(trace).trace
+    assert found is not None and found.retrieved.any()
+    for axis in (
+        figures_trace._overlap(found).axes[0],
+        figures_trace._maps(found, [0], lambda _: np.eye(3), "x").axes[0],
+    ):
+        ticks = axis.get_xticks()
+        assert len(ticks) > 2 and (ticks == ticks.round()).all()
+
+
+def test_one_thread_is_no_threads() -> None:
+    document = json.loads((BENCHMARKS / "decode_torch.json").read_text())
+    machine = {**document["machine"], "torch_threads": 1, "cpu_count": 2}
+    assert ", 2 cores, 1 thread, " in report([Run("decode", "d.json", {**document, "machine": machine})])
 
 
 def test_a_phone_shows_it_whole(page: Path) -> None:

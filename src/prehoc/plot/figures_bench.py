@@ -6,7 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prehoc.plot import paper
-from prehoc.plot.page import COLOURS, HATCHES, WIDTH, Block, Drawing, Table, interval, legend, number, panels, style
+from prehoc.plot.page import (
+    COLOURS,
+    HATCHES,
+    WIDTH,
+    Block,
+    Drawing,
+    Table,
+    interval,
+    legend,
+    method_styles,
+    number,
+    panels,
+)
 from prehoc.plot.pareto import Point, pareto
 from prehoc.plot.runs import Run
 
@@ -86,10 +98,10 @@ def _attention_table(cell: Row, samples: str) -> Table:
 
 def _speedups(cells: Sequence[Row]) -> Figure:
     groups = _grouped(cells, lambda cell: (_place(cell).rsplit(" x ", 1)[0],))
-    names = list(dict.fromkeys(row["row"] for cell in cells for row in cell["rows"] if "ms" in row))
+    styles = method_styles(row["row"] for cell in cells for row in cell["rows"] if "ms" in row)
     figure, axes = panels(len(groups), 2.8)
     for axis, ((place,), some) in zip(axes, groups.items(), strict=True):
-        for index, name in enumerate(names):
+        for name, look in styles.items():
             points = [
                 (cell["length"], row["times_dense"])
                 for cell in some
@@ -97,7 +109,7 @@ def _speedups(cells: Sequence[Row]) -> Figure:
                 if row["row"] == name and "ms" in row
             ]
             if name != "dense" and points:
-                axis.plot(*zip(*sorted(points), strict=True), label=name, **style(index))
+                axis.plot(*zip(*sorted(points), strict=True), label=name, **look)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=place, ylabel="times dense's speed", xscale="log", yscale="log")
         lengths = sorted({cell["length"] for cell in some})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prehoc.plot import paper
 from prehoc.plot.figures_rivals import control_table
-from prehoc.plot.page import Block, Drawing, Table, interval, legend, number, panels, style
+from prehoc.plot.page import Block, Drawing, Table, cap, interval, legend, method_styles, number, panels
 from prehoc.plot.pareto import Point, family, pareto
 from prehoc.plot.runs import Run
 
@@ -90,7 +90,7 @@ def _figures(task: str, metric: str, scored: Sequence[Row]) -> list[Block]:
         for row in scored
     ]
     if any(point.share is not None for point in points):
-        blocks.append(pareto(label, metric, points))
+        blocks.append(pareto(label, metric, points, 100))
     return blocks
 
 
@@ -159,9 +159,9 @@ def _paper(task: str, rows: Sequence[Row]) -> list[Table]:
 
 def _over(rows: Sequence[Row], metric: str, x: str, text: str, shown: Sequence[str]) -> Figure:
     figure, axes = panels(len(shown), 2.9)
-    names = list(dict.fromkeys(family(row["method"]) for row in rows))
+    styles = method_styles(family(row["method"]) for row in rows)
     for axis, what in zip(axes, shown, strict=True):
-        for index, name in enumerate(names):
+        for name, look in styles.items():
             own = [
                 (row[x], row["scores"][metric] if what == metric else row[what])
                 for row in rows
@@ -175,7 +175,9 @@ def _over(rows: Sequence[Row], metric: str, x: str, text: str, shown: Sequence[s
                 [0.0 if found["high"] is None else found["high"] - found["mean"] for _, found in own],
             ]
             xs, ys = [at for at, _ in own], [found["mean"] for _, found in own]
-            axis.errorbar(xs, ys, yerr=ends, capsize=2, elinewidth=0.7, label=name, **style(index))
+            axis.errorbar(xs, ys, yerr=ends, capsize=2, elinewidth=0.7, label=name, **look)
         axis.set(xlabel=text, ylabel=what)
+        if what == metric:
+            cap(axis, 100)
     legend(figure, axes[0])
     return figure

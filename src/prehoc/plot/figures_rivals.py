@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prehoc.plot import paper
 from prehoc.plot.figures_tune import SWEEP, counted, line, sweep_row
-from prehoc.plot.page import Block, Drawing, Table, interval, legend, number, panels
+from prehoc.plot.page import Block, Drawing, Table, cap, interval, legend, method_styles, number, panels
 from prehoc.plot.pareto import Point, pareto
 from prehoc.plot.runs import Run
 
@@ -72,12 +72,14 @@ def _as_setting(row: Row) -> Row:
 
 def _methods_over_ratio(rows: Sequence[Row]) -> Figure:
     figure, axes = panels(2, 3.0)
-    names = list(dict.fromkeys(row["label"] for row in rows))
+    styles = method_styles(row["label"] for row in rows)
     for axis, measure in zip(axes, ("beta", "overlap"), strict=True):
-        for index, name in enumerate(names):
+        for name, look in styles.items():
             own = [row for row in rows if row["label"] == name and row[measure]["mean"] is not None]
-            line(axis, [row["retrieval_ratio"]["mean"] for row in own], own, measure, index, name)
+            line(axis, [row["retrieval_ratio"]["mean"] for row in own], own, measure, look, name)
         axis.set(xlabel="retrieval ratio", ylabel=measure)
+        if measure == "overlap":
+            cap(axis, 1)
     legend(figure, axes[0])
     return figure
 

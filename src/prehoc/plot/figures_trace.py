@@ -140,6 +140,7 @@ def _overlap(found: Trace) -> Figure:
     axis.fill_between(table[:, 0], table[:, 1], table[:, 3], color="0.85", label="10 to 90 %")
     axis.plot(table[:, 0], table[:, 2], label="median", **style(0))
     axis.set(xlabel="steps since the retrieval", ylabel="overlap", ylim=(0, 1.02))
+    axis.locator_params(axis="x", integer=True)
     legend(figure, axis)
     return figure
 
@@ -158,6 +159,7 @@ def _maps(found: Trace, layers: Sequence[int], values: Any, label: str) -> Figur
             extent=(-0.5, shown.shape[0] - 0.5, 0, binned.shape[0] * width),
         )
         axis.set(title=f"layer {layer}", ylabel="key")
+        axis.locator_params(axis="x", integer=True)
         if shown.dtype != bool:
             figure.colorbar(picture, ax=axis, label=label)
     axes[-1].set_xlabel("step")

@@ -11,7 +11,7 @@ from prehoc.methods import parse_method
 from prehoc.plot import cis as cis_picture
 from prehoc.plot import paper
 from prehoc.plot import tune as prefill_picture
-from prehoc.plot.page import Block, Drawing, Table, interval, legend, number, panels, style
+from prehoc.plot.page import Block, Drawing, Table, cap, interval, legend, number, panels, style
 from prehoc.plot.runs import Run
 
 if TYPE_CHECKING:
@@ -109,10 +109,12 @@ def _errors(rows: Sequence[Row], measure: str) -> list[list[float]]:
     ]
 
 
-def line(axis: Any, xs: Sequence[float], rows: Sequence[Row], measure: str, index: int, label: str) -> None:
-    """Draw a measure of some rows with its intervals over `xs`, as the line of number `index`."""
+def line(
+    axis: Any, xs: Sequence[float], rows: Sequence[Row], measure: str, look: Mapping[str, Any], label: str
+) -> None:
+    """Draw a measure of some rows with its intervals over `xs`, in the style `look`."""
     ys = [row[measure]["mean"] for row in rows]
-    axis.errorbar(xs, ys, yerr=_errors(rows, measure), capsize=2, elinewidth=0.7, label=label, **style(index))
+    axis.errorbar(xs, ys, yerr=_errors(rows, measure), capsize=2, elinewidth=0.7, label=label, **look)
 
 
 def _over_ratio(rows: Sequence[Row], budgets: Sequence[int]) -> Figure:
@@ -120,8 +122,10 @@ def _over_ratio(rows: Sequence[Row], budgets: Sequence[int]) -> Figure:
     for axis, measure in zip(axes, ("beta", "overlap"), strict=True):
         for index, budget in enumerate(budgets):
             own = [row for _, row in _gated(rows, budget)]
-            line(axis, [row["retrieval_ratio"]["mean"] for row in own], own, measure, index, f"{budget} keys")
+            line(axis, [row["retrieval_ratio"]["mean"] for row in own], own, measure, style(index), f"{budget} keys")
         axis.set(xlabel="retrieval ratio", ylabel=measure)
+        if measure == "overlap":
+            cap(axis, 1)
     legend(figure, axes[0])
     return figure
 
@@ -131,9 +135,9 @@ def _sensitivity(rows: Sequence[Row], budgets: Sequence[int]) -> Figure:
     for index, budget in enumerate(budgets):
         varied = {row["label"]: row for row in rows if row["budget"] == budget}
         pairs = [(share, varied[label]) for label, share in DILATION.items() if label in varied]
-        line(dilation, [x for x, _ in pairs], [row for _, row in pairs], "beta", index, f"{budget} keys")
+        line(dilation, [x for x, _ in pairs], [row for _, row in pairs], "beta", style(index), f"{budget} keys")
         gated = _gated(rows, budget)
-        line(gate, [tau for tau, _ in gated], [row for _, row in gated], "beta", index, f"{budget} keys")
+        line(gate, [tau for tau, _ in gated], [row for _, row in gated], "beta", style(index), f"{budget} keys")
     dilation.set(xlabel="dilation m / k", ylabel="beta")
     gate.set(xlabel="gate tau", ylabel="beta")
     legend(figure, dilation)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from prehoc.files import atomic_path
+from prehoc.methods import METHODS, PRESETS
 from prehoc.plot.cis import check_target
 
 if TYPE_CHECKING:
@@ -25,6 +27,12 @@ WIDTH = 4.8
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX*<>"
 DASHES = ("-", "--", "-.", ":")
+# a row for each run through the colours: variants of a method, and rivals of one kind, share a colour
+_ORDER = (
+    *("cis", "cpe", "oracle", "hshare-1", "quest", "h2o", "dense"),
+    *("cis-8", "cpe-8", "oracle_topp", "hshare-2", "double_sparsity", "snapkv", "streaming"),
+    *("cis-16", "cpe-16", "direct_reuse", "hshare_matched", "random_expansion", "psaw", "etf"),
+)
 HATCHES = ("", "////", "\\\\\\\\", "xxxx")
 _RC: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -122,6 +130,28 @@ def style(number: int) -> dict[str, Any]:
         "markersize": 5,
         "linewidth": 1.2,
     }
+
+
+def method_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the style of each method's line, the same in every figure.
+
+    A name that differs from one before it only in its keys, or is no method's, gets a style behind those of all methods.
+    """
+    places = {name: place for place, name in enumerate(dict.fromkeys([*_ORDER, *METHODS, *PRESETS]))}
+    behind = itertools.count(len(places))
+    found = {}
+    for name in dict.fromkeys(names):
+        place = places.pop(name.partition(":")[0], None)
+        found[name] = style(next(behind) if place is None else place)
+    return found
+
+
+def cap(axis: Any, most: float) -> None:
+    """End a vertical axis at the largest value there can be, where nothing but its margin lies beyond."""
+    if axis.dataLim.y1 <= most < axis.get_ylim()[1]:
+        axis.set_ylim(top=most)
+        for drawn in (*axis.lines, *axis.collections):
+            drawn.set_clip_on(False)  # the markers on the edge stay whole
 
 
 def panels(count: int, height: float = 2.6) -> tuple[Figure, list[Any]]:

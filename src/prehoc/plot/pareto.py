@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prehoc.plot.page import Drawing, legend, panels, style
+from prehoc.plot.page import Drawing, cap, legend, method_styles, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ class Point:
     ms: float | None = None
 
 
-def pareto(title: str, label: str, points: Sequence[Point]) -> Drawing:
+def pareto(title: str, label: str, points: Sequence[Point], most: float = 1.0) -> Drawing:
     """Return the figure of `label` over bytes, and over time where there are times.
 
     Parameters
@@ -48,6 +48,8 @@ def pareto(title: str, label: str, points: Sequence[Point]) -> Drawing:
         What the values are.
     points : sequence of Point
         Left out of a panel where they lack its x.
+    most : float
+        The largest value there can be: a share's, 100 of a score in percent.
     """
     timed = any(point.ms is not None for point in points)
     return Drawing(
@@ -55,29 +57,28 @@ def pareto(title: str, label: str, points: Sequence[Point]) -> Drawing:
         f"{label[0].upper()}{label[1:]} against the bytes that attention and selection read, as a share of dense"
         + (", and against time" if timed else "")
         + ". Up and to the left is better; a line joins the budgets of one method.",
-        draw=lambda: _draw(label, points),
+        draw=lambda: _draw(label, points, most),
         paper=("Pareto",),
     )
 
 
-def _draw(label: str, points: Sequence[Point]) -> Figure:
+def _draw(label: str, points: Sequence[Point], most: float) -> Figure:
     axes_of = [
         (name, text)
         for name, text in (("share", "bytes read, share of dense"), ("ms", "ms per token"))
         if any(getattr(p, name) is not None for p in points)
     ]
     figure, axes = panels(len(axes_of), 3.2)
-    names = list(dict.fromkeys(point.method for point in points))
+    styles = method_styles(point.method for point in points)
     for axis, (name, text) in zip(axes, axes_of, strict=True):
-        for index, method in enumerate(names):
+        for method, look in styles.items():
             own = [(getattr(p, name), p) for p in points if p.method == method and getattr(p, name) is not None]
             own.sort(key=lambda pair: pair[0])
             xs, ys = [x for x, _ in own], [p.value for _, p in own]
             bars = [[0.0 if end is None else abs(end - p.value) for end in p.ends] for _, p in own]
-            axis.errorbar(
-                xs, ys, yerr=list(zip(*bars, strict=True)), capsize=2, elinewidth=0.7, label=method, **style(index)
-            )
+            axis.errorbar(xs, ys, yerr=list(zip(*bars, strict=True)), capsize=2, elinewidth=0.7, label=method, **look)
         axis.set(xlabel=text, ylabel=label)
+        cap(axis, most)
     legend(figure, axes[0])
     return figure
 

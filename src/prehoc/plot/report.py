@@ -89,9 +89,12 @@ def _machine(found: Any) -> str:
     if not isinstance(found, dict):
         return str(found or "")
     accelerators = "".join(f", {name}" for name in found["gpus"])
-    return (
-        f"{found['cpu']}, {found['cpu_count']} cores, {found['torch_threads']} threads{accelerators}, {found['system']}"
-    )
+    counts = f"{_counted(found['cpu_count'], 'core')}, {_counted(found['torch_threads'], 'thread')}"
+    return f"{found['cpu']}, {counts}{accelerators}, {found['system']}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _texts(document: Mapping[str, Any]) -> str:
