@@ -245,6 +245,7 @@ def test_a_method_looks_the_same_in_every_figure() -> None:
     first, second = drawn(some), drawn(["h2o", "cis", "quest", "dense"])
     assert first["quest"] == second["quest"] and first["dense"] == second["dense"]
     assert first["cis:tau=0.5"] == second["cis"] != first["cis:tau=0.7"]
+    assert first["cis:tau=0.5"][0] == first["cis:tau=0.7"][0] == first["cis-8:matched=true"][0]
     assert len(set(first.values())) == len(some)
     every = [tuple(look.items()) for look in method_styles([*METHODS, *PRESETS, *some]).values()]
     assert len(set(every)) == len(every)

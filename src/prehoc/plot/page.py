@@ -135,15 +135,18 @@ def style(number: int) -> dict[str, Any]:
 def method_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the style of each method's line, the same in every figure.
 
-    A name that differs from one before it only in its keys, or is no method's, gets a style behind those of all methods.
+    A name that differs from one before it only in its keys has its colour; what is no method has a style behind those of all.
     """
     places = {name: place for place, name in enumerate(dict.fromkeys([*_ORDER, *METHODS, *PRESETS]))}
-    behind = itertools.count(len(places))
-    found = {}
+    found: dict[str, int] = {}
     for name in dict.fromkeys(names):
-        place = places.pop(name.partition(":")[0], None)
-        found[name] = style(next(behind) if place is None else place)
-    return found
+        own = places.get(name.partition(":")[0])
+        number = own
+        if number is None or number in found.values():
+            free = (n for n in itertools.count(len(places)) if n not in found.values())
+            number = next(n for n in free if own is None or (n - own) % len(COLOURS) == 0)
+        found[name] = number
+    return {name: style(number) for name, number in found.items()}
 
 
 def cap(axis: Any, most: float) -> None:
