@@ -140,11 +140,9 @@ class KVStore:
         source = [self.length - 1 if everywhere else begin for begin in self.first]
         held = torch.tensor(source, device=slot.device)[:, None].expand_as(slot)
         target = slot if everywhere else torch.where(torch.tensor(full, device=slot.device)[:, None], slot, held)
-        for buffer in (self._k, self._v, self._columns[..., None], *(other[..., None] for other in others)):
-            wide = (*slot.shape, 1, buffer.shape[3])
-            buffer.scatter_(
-                2, target[..., None, None].expand(wide), buffer.gather(2, held[..., None, None].expand(wide))
-            )
+        b, heads = (torch.arange(size, device=slot.device) for size in slot.shape)
+        for buffer in (self._k, self._v, self._columns, *others):
+            buffer[b[:, None], heads, target] = buffer[b[:, None], heads, held]  # a scatter of rows is slow on CPUs
         if everywhere:
             self.length -= 1
             self.dropped += 1

@@ -204,3 +204,16 @@ def test_gather_reads_every_selected_word_once(dtype: torch.dtype) -> None:
                     for word in words.tolist():
                         expected ^= word & 0xFFFFFFFF
     assert cpu.gather(k, v, lists, lengths) == expected
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_weights_are_those_of_the_softmax_summed_over_a_group(dtype: torch.dtype, tolerance: float) -> None:
+    q, first = torch.randn(3, 6, 24).to(dtype), (0, 5, 699)
+    k, v = torch.randn(3, 2, 700, 24).to(dtype), torch.randn(3, 2, 700, 40).to(dtype)
+    out, weights = cpu.decode_weights(q, k, v, first, 0.3)
+    logits = q.float().view(3, 2, 3, 24) @ k.float().mT * 0.3
+    hidden = torch.arange(700) < torch.tensor(first)[:, None, None, None]
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1)  # [B, Hkv, G, n]
+    assert out.dtype == dtype and weights.dtype == torch.float32
+    torch.testing.assert_close(weights, expected.sum(2), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(out.float(), (expected @ v.float()).flatten(1, 2), rtol=tolerance, atol=tolerance)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prehoc import kernels
 from prehoc.cache import KVStore
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget
 from prehoc.methods._eviction import Evictor, always_kept, attention_sums, best_columns, total
@@ -74,11 +75,8 @@ class H2O(Evictor):
         store.evict(keep, begin)
 
     def _attend(self, store: KVStore, step: Step, text: int, pad: tuple[int, ...]) -> Decision:
-        b, h, _ = step.q.shape
-        q = grouped_queries(step)  # [B, Hkv, G, D]
-        weights = torch.softmax(hide_padding(q @ step.k.to(q.dtype).mT, step.rows.pad), -1)  # [B, Hkv, G, n]
-        out = (weights @ step.v.to(q.dtype)).reshape(b, h, -1).to(step.q.dtype)
-        sums = F.pad(store.notes["sums"], (0, 1)) + weights.sum(2)
+        out, weights = _weigh(step)
+        sums = F.pad(store.notes["sums"], (0, 1)) + weights
         held = [store.length - begin for begin in step.rows.pad]
         full = tuple(many >= total(self.size(), prompt) for many, prompt in zip(held, step.rows.prompt, strict=True))
         if any(full) and store.first is None:
@@ -91,6 +89,17 @@ class H2O(Evictor):
         store.notes["sums"] = sums
         read = sum(held) * step.k.shape[1]
         return Decision(None, out=out, summaries=read * (sums.element_size() + 4))  # sums, and which column a key is
+
+
+def _weigh(step: Step) -> tuple[Tensor, Tensor]:
+    """Return attention over all keys ``[B, H, D]``, and its weights summed over each group of queries, float32 ``[B, Hkv, n]``."""
+    native = getattr(kernels.get(step.backend, step.q.device), "decode_weights", None)
+    if native is not None:
+        found: tuple[Tensor, Tensor] = native(step.q, step.k, step.v, step.rows.pad, step.scale)
+        return found
+    q = grouped_queries(step)  # [B, Hkv, G, D]
+    weights = torch.softmax(hide_padding(q @ step.k.to(q.dtype).mT, step.rows.pad), -1)  # [B, Hkv, G, n]
+    return (weights @ step.v.to(q.dtype)).flatten(1, 2).to(step.q.dtype), weights.sum(2)
 
 
 def _least(sums: Tensor, always: Tensor, first: tuple[int, ...], columns: Tensor) -> Tensor:

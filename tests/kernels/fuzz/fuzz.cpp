@@ -142,6 +142,27 @@ void attention() {
 }
 
 template <class T>
+void weights() {
+    const Case<T> c;
+    if (c.paged) return;
+    const int64_t pairs = c.b * c.heads;
+    std::vector<int64_t> first(c.b);
+    for (int64_t& begin : first) begin = between(0, c.n - 1);
+    std::vector<float> out(pairs * c.groups * c.dim_v), lse(pairs * c.groups), found(pairs * c.n);
+    decode<T>(c.q.data(), c.cache(), c.b, c.hkv, c.heads, c.groups, c.dim, c.dim_v, first.data(), first.data(), 0, c.n, nullptr,
+              nullptr, 0, out.data(), lse.data(), found.data());
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+        std::vector<double> wanted(c.n, 0.0);
+        for (int64_t g = 0; g < c.groups; ++g) {
+            double total = 0;
+            for (int64_t col = first[pair / c.heads]; col < c.n; ++col) total += std::exp(c.logit(pair, g, col));
+            for (int64_t col = first[pair / c.heads]; col < c.n; ++col) wanted[col] += std::exp(c.logit(pair, g, col)) / total;
+        }
+        for (int64_t col = 0; col < c.n; ++col) require(std::abs(found[pair * c.n + col] - wanted[col]) < 1e-4, "weights");
+    }
+}
+
+template <class T>
 void retrieval() {
     const Case<T> c;
     const int64_t pairs = c.b * c.heads, sink = between(0, 4), local = between(1, 6), topk = between(1, 40), mean = between(0, 1);
@@ -220,6 +241,7 @@ void dilation() {
 template <class T>
 void all() {
     attention<T>();
+    weights<T>();
     retrieval<T>();
 }
 

@@ -20,6 +20,7 @@ from prehoc.kernels.cpu.decode import (
     decode_dense_paged,
     decode_selected,
     decode_selected_paged,
+    decode_weights,
     pages,
 )
 from prehoc.kernels.cpu.stream import gather, stream
@@ -38,6 +39,7 @@ __all__ = [
     "decode_dense_paged",
     "decode_selected",
     "decode_selected_paged",
+    "decode_weights",
     "dilate",
     "gather",
     "library",

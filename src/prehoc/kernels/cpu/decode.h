@@ -46,10 +46,10 @@ inline void soften(float* scores, int64_t count, int64_t groups, int64_t size, P
 }
 
 // attend the keys column(j), j in [begin, end), of one selection head; while a block's keys are scored its values are fetched,
-// while its values are weighed the next block's keys
+// while its values are weighed the next block's keys. logits, if not null, receives logit j of query g at g * stride + j
 template <class T, class Dim>
 void attend(const float* q, const Head<T>& head, int64_t groups, Dim dim, Dim dim_v, int64_t begin, int64_t end, Columns column,
-            Partial part) {
+            Partial part, float* logits = nullptr, int64_t stride = 0) {
     if (begin >= end) return;
     std::vector<float> scores(groups * kBlock), query(groups * padded<T>(dim));
     arrange<T>(q, groups, dim, query.data());
@@ -66,6 +66,9 @@ void attend(const float* q, const Head<T>& head, int64_t groups, Dim dim, Dim di
         const auto run = [&](auto wide_k, auto wide_v) {
             if (head.k_dim == 1) score(k, v, count, query.data(), groups, wide_k, scores.data(), kBlock);
             else score_strips(keys[turn], head.k_dim, count, q, groups, dim, scores.data(), kBlock);
+            if (logits)
+                for (int64_t g = 0; g < groups; ++g)
+                    std::copy_n(scores.data() + g * kBlock, count, logits + g * stride + at);
             soften(scores.data(), count, groups, padded<T>(dim_v), part);
             if (follow > 0) {
                 find(at + kBlock, follow, keys[turn ^ 1], values[turn ^ 1]);
@@ -111,16 +114,18 @@ void merge(Buffers& parts, int64_t first, int64_t last, int64_t dim_v, float* ou
     }
 }
 
+// weights [B, heads, n], if not null and all keys are read: each key's attention, summed over the queries of its head
 template <class T>
 void decode(const float* q, const Cache& c, int64_t b, int64_t hkv, int64_t heads, int64_t groups, int64_t dim,
             int64_t dim_v, const int64_t* first, const int64_t* start, int64_t sink, int64_t n, const int32_t* indices,
-            const int32_t* lengths, int64_t width, float* out, float* lse) {
+            const int32_t* lengths, int64_t width, float* out, float* lse, float* weights = nullptr) {
     const int64_t pairs = b * heads, threads = omp_get_max_threads();
     // one head's keys: a list, or sinks and a range; long ones are split so that every thread has work
     const int64_t longest = indices ? width : n;
     const int64_t wanted = (4 * threads + pairs - 1) / pairs;
     const int64_t splits = std::max<int64_t>(1, std::min(wanted, longest / kSplit));
     Buffers parts(pairs * splits, groups, padded<T>(dim_v));
+    std::vector<float> logits(weights ? pairs * groups * n : 0);
     with_size(dim == dim_v ? dim : 0, [&](auto constant) {
         using Dim = decltype(constant);
 #pragma omp parallel for schedule(dynamic, 1)
@@ -134,11 +139,25 @@ void decode(const float* q, const Cache& c, int64_t b, int64_t hkv, int64_t head
             }
             attend<T, Dim>(q + pair * groups * dim, Head<T>(c, row, pair % heads / (heads / hkv)), groups, size_as<Dim>(dim),
                            size_as<Dim>(dim_v),
-                           count * piece / splits, count * (piece + 1) / splits, columns, parts.at(task));
+                           count * piece / splits, count * (piece + 1) / splits, columns, parts.at(task),
+                           weights ? logits.data() + pair * groups * n + first[row] : nullptr, n);
         }
     });
     for (int64_t pair = 0; pair < pairs; ++pair)
         merge<T>(parts, pair * splits, (pair + 1) * splits, dim_v, out + pair * groups * dim_v, lse + pair * groups);
+    if (!weights) return;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+        float* to = weights + pair * n;
+        std::fill_n(to, n, 0.0f);
+        for (int64_t g = 0; g < groups; ++g) {
+            const float* from = logits.data() + (pair * groups + g) * n;
+            const float all = lse[pair * groups + g];
+            int64_t j = first[pair / heads];
+            for (; j + kLanes <= n; j += kLanes) store(to + j, load(to + j) + exponential(load(from + j) - all));
+            for (; j < n; ++j) to[j] += std::exp(from[j] - all);
+        }
+    }
 }
 
 }  // namespace prehoc

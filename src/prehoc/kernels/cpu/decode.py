@@ -24,6 +24,7 @@ def _decode(
     indices: Tensor | None = None,
     lengths: Tensor | None = None,
     table: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Any:
     b, h, d = q.shape
     hs = k.shape[1] if indices is None else indices.shape[1]
@@ -49,6 +50,7 @@ def _decode(
         pointer(counts),
         pointer(out),
         pointer(lse),
+        pointer(weights),
     )
     return (out.to(q.dtype), lse) if with_lse else out.to(q.dtype)
 
@@ -65,6 +67,31 @@ def decode_dense(
 ) -> Any:
     """Attend to each row's first `sink` real keys and to every column from `start` on; as in the reference backend."""
     return _decode(q, k, v, scale, with_lse, first, sink, start)
+
+
+def decode_weights(q: Tensor, k: Tensor, v: Tensor, first: tuple[int, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to every real key, and return how much each KV head's queries attended to each key.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, H, D]``.
+    k, v : Tensor
+        ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``, unit stride in the last dimension.
+    first : tuple of int
+        Per row, the first real column.
+    scale : float
+        Factor on q.k before the softmax.
+
+    Returns
+    -------
+    out : Tensor
+        ``[B, H, Dv]`` of q's dtype.
+    weights : Tensor
+        float32 ``[B, Hkv, n]``, attention weights summed over the queries of a group; 0 before a row's first column.
+    """
+    weights = torch.empty((*k.shape[:2], k.shape[2]), dtype=torch.float32)
+    return _decode(q, k, v, scale, False, first, 0, first, weights=weights), weights
 
 
 def decode_selected(

@@ -30,12 +30,12 @@ uint32_t prehoc_gather(int type, const void* k, const void* v, const int64_t* st
 
 void prehoc_decode(int type, const float* q, const void* k, const void* v, const int64_t* strides, const int32_t* table,
                    const int64_t* pages, const int64_t* sizes, const int64_t* first, const int64_t* start, const int32_t* indices,
-                   const int32_t* lengths, float* out, float* lse) {
+                   const int32_t* lengths, float* out, float* lse, float* weights) {
     const Cache c{k, v, strides[0], strides[1], strides[2], strides[3], strides[4], strides[5],
                   table, pages[0], pages[1], strides[6]};
     with_type(type, [&](auto t) {
         decode<decltype(t)>(q, c, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], first, start, sizes[6],
-                            sizes[7], indices, lengths, sizes[8], out, lse);
+                            sizes[7], indices, lengths, sizes[8], out, lse, weights);
     });
 }
 
