@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from prehoc import kernels
 from prehoc.methods import parse_method
 from prehoc.selection import Decision, Rows, Selection, State, Step
 
@@ -15,17 +16,26 @@ PROMPT, STEPS = 40, 12  # of `text`
 
 
 def steps(
-    pad: tuple[int, ...], prompt: int, count: int, layer: int = 0, dtype: torch.dtype = torch.float32
+    pad: tuple[int, ...],
+    prompt: int,
+    count: int,
+    layer: int = 0,
+    dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
 ) -> Iterator[Step]:
-    """Steps of one layer with 4 query heads and 2 KV heads of 8 channels; row b has ``prompt - pad[b]`` prompt tokens."""
+    """Steps of one layer: 4 query heads, 2 KV heads, 8 channels, 12 hidden ones; row b has ``prompt - pad[b]`` prompt tokens."""
     random = torch.Generator().manual_seed(100 * layer + count)
     b = len(pad)
     k, v = (torch.randn(b, 2, prompt + count, 8, generator=random).to(dtype) for _ in range(2))
     q = torch.randn(b, 4, 8, generator=random)
+    apart = torch.Generator().manual_seed(count)
+    hidden = torch.randn(b, 12, generator=apart)
     rows = Rows(pad, tuple(prompt - p for p in pad))
+    backend = kernels.resolve(backend, k.device, dtype)  # float64 is for the reference alone
     for n in range(prompt + 1, prompt + count + 1):
         q = q + 0.3 * torch.randn(q.shape, generator=random)
-        yield Step(layer, q.to(dtype), k[:, :, :n], v[:, :, :n], 0.4, rows, (0,) * b)
+        hidden = hidden + 0.3 * torch.randn(hidden.shape, generator=apart)
+        yield Step(layer, q.to(dtype), k[:, :, :n], v[:, :, :n], 0.4, rows, (0,) * b, backend, hidden=hidden.to(dtype))
 
 
 def walk(method: str, pad: tuple[int, ...], prompt: int, count: int, layer: int = 0) -> list[tuple[Step, Decision]]:
@@ -62,8 +72,9 @@ def text(pad: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tens
 
 
 def told(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> list[Step]:
-    """The decode steps of `text`."""
+    """The decode steps of `text`, with kernels that take its dtype."""
+    backend = kernels.resolve("auto", q.device, q.dtype) if type(q) is Tensor else "reference"
     return [
-        Step(0, q[:, :, n - 1], k[:, :, :n], v[:, :, :n], 0.4, rows, (0,) * len(rows.pad))
+        Step(0, q[:, :, n - 1], k[:, :, :n], v[:, :, :n], 0.4, rows, (0,) * len(rows.pad), backend)
         for n in range(PROMPT + 1, PROMPT + STEPS + 1)
     ]

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_choice, check_int
 from prehoc.kernels.reference import ranked
-from prehoc.methods._retrieval import Middle, as_selection, cover
-from prehoc.methods._scores import best_of_middle, grouped_queries, hide_padding, per_head
+from prehoc.methods._retrieval import Middle, as_selection, cover, retrieve_lists
 from prehoc.selection import Decision, Plan, State, Step
 
 FORMAT = "prehoc double-sparsity channels 1"
@@ -106,11 +105,12 @@ class DoubleSparsity:
         fresh = step.columns - 1 if "labels" in state else 0  # each key is read once, to be labelled
         self._label(step, state)
         channels, labels = state["channels"], state["labels"][:, :, : step.columns]
-        q = grouped_queries(step)
-        chosen = channels[:, :, None].expand(*q.shape[:3], -1)
-        logits = q.gather(-1, chosen) @ labels.to(q.dtype).mT  # [B, Hkv, G, n]
-        score = per_head(hide_padding(logits, step.rows.pad), self.granularity)
-        indices, lengths = best_of_middle(score, step, middle, self.sink)
+        b, h, d = step.q.shape
+        q = step.q.view(b, labels.shape[1], -1, d)  # [B, Hkv, G, D]
+        q = q.gather(-1, channels[:, :, None].expand(*q.shape[:3], -1))
+        labelled = dataclasses.replace(step, q=q.flatten(1, 2), k=labels)  # an exact retrieval, over the labels
+        indices, lengths = retrieve_lists(labelled, middle, None, self.size(), dilate=0, radius=0)
+        indices, lengths = indices.view(b, middle.heads, -1), lengths.view(b, middle.heads)
         if not all(middle.counted):
             indices, lengths = cover(indices, lengths, step, middle, self.sink)
         keys = sum(step.columns - pad for pad in step.rows.pad)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prehoc import kernels
 from prehoc.config import Budget, check_choice, check_int
 from prehoc.kernels.reference import ranked
 from prehoc.methods._scores import grouped_queries, per_head
@@ -97,7 +98,7 @@ class Quest:
         counted = tuple(have > may for have, may in zip(pages, allowed, strict=True))
         if not any(counted):
             return Decision(None, counted=counted, heads=hs)
-        fresh = step.columns - 1 if "low" in state else 0  # each key is read once, to go into its bounds
+        fresh = step.columns - 1 if "bounds" in state else 0  # each key is read once, to go into its bounds
         self._bound(step, state, pages)
         taken = [min(have, may) for have, may in zip(pages, allowed, strict=True)]
         best = self._best(step, state, pages, tokens, taken)  # [B, Hs, max(taken)], ascending, the spare page behind
@@ -122,42 +123,51 @@ class Quest:
         return max(keys // self.page_size, self._always + 1)
 
     def _bound(self, step: Step, state: State, pages: list[int]) -> None:
-        """Keep each page's least and largest value of every channel, ``[B, Hkv, pages, D]`` each."""
+        """Keep each page's largest and least value of every channel side by side, ``[B, Hkv, pages, 2 D]``."""
         most = max(pages)
-        if "low" not in state:
+        if "bounds" not in state:
             b, hkv, _, d = step.k.shape
-            state["low"], state["high"] = (step.k.new_zeros((b, hkv, most + SPARE, d)) for _ in range(2))
+            state["bounds"] = step.k.new_zeros((b, hkv, most + SPARE, 2 * d))
             alike = len(set(step.rows.pad)) == 1
             parts = [slice(0, b)] if alike else [slice(i, i + 1) for i in range(b)]
             for part, pad in zip(parts, step.rows.pad, strict=False):
-                least, largest = _bounds(step.k[part, :, pad:], self.page_size)
-                state["low"][part, :, : least.shape[2]] = least
-                state["high"][part, :, : least.shape[2]] = largest
+                found = _bounds(step.k[part, :, pad:], self.page_size)
+                state["bounds"][part, :, : found.shape[2]] = found
             return
-        if most > state["low"].shape[2]:
-            state["low"], state["high"] = (F.pad(state[x], (0, 0, 0, SPARE)) for x in ("low", "high"))
+        if most > state["bounds"].shape[2]:
+            state["bounds"] = F.pad(state["bounds"], (0, 0, 0, SPARE))
         newest = step.k[:, :, -1]  # [B, Hkv, D]
         device = newest.device
         row, page = torch.arange(len(pages), device=device), torch.tensor(pages, device=device) - 1
         begins = [(step.columns - 1 - pad) % self.page_size == 0 for pad in step.rows.pad]
         first = torch.tensor(begins, device=device).view(-1, 1, 1)
-        for name, merge in (("low", torch.minimum), ("high", torch.maximum)):
-            held = state[name][row, :, page]
-            state[name][row, :, page] = torch.where(first, newest, merge(held, newest))
+        high, low = state["bounds"][row, :, page].chunk(2, -1)
+        merged = torch.cat([torch.maximum(high, newest), torch.minimum(low, newest)], -1)
+        state["bounds"][row, :, page] = torch.where(first, torch.cat([newest, newest], -1), merged)
 
     def _best(self, step: Step, state: State, pages: list[int], tokens: list[int], taken: list[int]) -> Tensor:
         """Return int64 ``[B, Hs, max(taken)]``: each row's pages to read, ascending; a page too far fills up short rows."""
         most, device = max(pages), step.q.device
-        q = grouped_queries(step)  # [B, Hkv, G, D]
-        low, high = (state[name][:, :, :most].to(q.dtype) for name in ("low", "high"))
-        bound = q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT  # [B, Hkv, G, pages]
-        page = torch.arange(most, device=device)
-        have = _rows(pages, device)
-        if len(set(pages)) > 1:
-            bound = bound.masked_fill((page >= have)[:, None], -torch.inf)
+        bounds = state["bounds"][:, :, :most]
+        q = torch.cat(
+            [step.q.clamp(min=0), step.q.clamp(max=0)], -1
+        )  # [B, H, 2 D]: its product with a page is the bound
+        sinks = -(-self.sink // self.page_size)
+        last = [(t - self.local) // self.page_size for t in tokens]
+        if len(set(tokens)) == 1:  # an exact retrieval, over the pages
+            b, hs = q.shape[0], bounds.shape[1] if self.granularity == "kv_head" else q.shape[1]
+            local = most - last[0]
+            found = kernels.get(step.backend, device).retrieve(
+                q, bounds, None, hs, (0,) * b, (sinks,) * b, sinks, local, taken[0] - sinks - local, step.scale
+            )
+            page = torch.arange(most, device=device)
+            always = torch.cat([page[:sinks], page[last[0] :]]).expand(b, hs, -1)
+            return torch.cat([always, found.order.view(b, hs, -1)], -1).sort(-1).values
+        grouped = grouped_queries(dataclasses.replace(step, q=q))  # [B, Hkv, G, 2 D]
+        page, have = torch.arange(most, device=device), _rows(pages, device)
+        bound = (grouped @ bounds.to(grouped.dtype).mT).masked_fill((page >= have)[:, None], -torch.inf)
         score = per_head(bound, self.granularity).float()  # [B, Hs, pages]
-        last = _rows([(t - self.local) // self.page_size for t in tokens], device)
-        always = ((page >= last) | (page * self.page_size < self.sink)) & (page < have)
+        always = ((page >= _rows(last, device)) | (page < sinks)) & (page < have)
         score = score.masked_fill(always, torch.inf)
         chosen = ranked(score.flatten(0, 1), max(taken)).view(*score.shape[:2], -1)
         if len(set(taken)) > 1:
@@ -171,13 +181,13 @@ def _rows(values: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
-def _bounds(k: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest key of every page of ``[B, Hkv, t, D]``, channel by channel."""
+def _bounds(k: Tensor, size: int) -> Tensor:
+    """Return the largest and the least key of every page of ``[B, Hkv, t, D]``, channel by channel, ``[B, Hkv, pages, 2 D]``."""
     b, hkv, t, d = k.shape
     whole = t // size
     paged = k[:, :, : whole * size].reshape(b, hkv, whole, size, d)
-    low, high = [paged.amin(3)], [paged.amax(3)]
+    bounds = [torch.cat([paged.amax(3), paged.amin(3)], -1)]
     if t % size:
-        low.append(k[:, :, whole * size :].amin(2, keepdim=True))
-        high.append(k[:, :, whole * size :].amax(2, keepdim=True))
-    return torch.cat(low, 2), torch.cat(high, 2)
+        rest = k[:, :, whole * size :]
+        bounds.append(torch.cat([rest.amax(2, keepdim=True), rest.amin(2, keepdim=True)], -1))
+    return torch.cat(bounds, 2)
