@@ -90,13 +90,15 @@ def test_rows_take_turns_and_keep_their_state(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rows.MethodRow, "decide", spy)
     monkeypatch.setattr(lineup, "SDPA", {"cpu": ()})
     monkeypatch.setattr(attention, "SAMPLES", 10**6)
+    monkeypatch.setattr(attention, "misfit", lambda cell, setup: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 * TINY.kv_bytes(2, 512, torch.float32))
     found = bench_cell(CELL, RandomInputs(), setup(("streaming", "oracle"), steps=3, layers=2))
     assert found["layers"] == [1, 3]
     names = ["dense", "streaming", "oracle"]
     timed = seen[len(names) :]  # one warm-up each
     for layer_number, layer in enumerate((1, 3)):
         for turn in range(2):
-            block = timed[(layer_number * 2 + turn) * 12 :][:12]  # the cache is tiny: one layer is held at a time
+            block = timed[(layer_number * 2 + turn) * 12 :][:12]  # memory for one layer at a time
             assert {one[1] for one in block} == {layer}
             assert [one[2] for one in block] == [509] * 3 + [510] * 3 + [511] * 3 + [512] * 3  # the first is not timed
             for step in range(4):
@@ -201,8 +203,15 @@ def test_the_bare_read_reads_what_the_first_cis_selects() -> None:
     row = by_name(
         bench_cell(CELL, RandomInputs(), setup(("cis-8:matched=true",), refcheck=True, backend="cpu", steps=8))
     )
-    bare, method = row["gather (cis-8:matched=true)"], row["cis-8:matched=true"]
+    bare, method = row["read (cis-8:matched=true)"], row["cis-8:matched=true"]
     assert bare["gathers"] and "refcheck" not in bare and "selection_ms" not in bare
     assert bare["bytes_read"] == bare["bytes_processed"] + bare["bytes_indices"]
     assert bare["bytes_processed"] == pytest.approx(method["bytes_processed"], rel=0.02)  # a sample of the steps
     assert bare["bytes_scored"] == bare["bytes_anchors"] == 0
+
+
+def test_a_method_that_shares_between_layers_shares_between_those_that_are_held() -> None:
+    name = "hshare:layers=0.5,heads=0.5,queries=0.5"
+    found = bench_cell(CELL, RandomInputs(), setup((name,), refcheck=True))
+    assert found["held_layers"] == 4
+    assert by_name(found)[name]["retrieval_ratio"] == 1 / 8

@@ -15,7 +15,7 @@ from prehoc.bench.inputs import Inputs, LayerInputs, Shape
 from prehoc.bench.lineup import make_rows
 from prehoc.bench.measured import Measured
 from prehoc.bench.refcheck import check_rows
-from prehoc.bench.rows import GatherRow, MethodRow, Row
+from prehoc.bench.rows import MethodRow, ReadRow, Row, SdpaRow
 from prehoc.kernels.host import advise_large_pages
 from prehoc.selection import Rows, Step
 
@@ -23,6 +23,8 @@ COLD = 32
 """Bytes of cache held, in sizes of the last processor cache: an eighth of them, what methods read, still is four."""
 SAMPLES = 8
 """Steps, over all layers of a round, at which rows of fixed work are run."""
+HOPELESS = 5
+"""Times the fastest of torch's kernels: one whose first call takes longer, and over a second, is not measured."""
 LEAD = 1
 """Untimed steps before the first timed one: what a method builds once, behind the prompt, is no work of a step."""
 
@@ -93,12 +95,13 @@ class Held:
 
     @classmethod
     def of(cls, cell: Cell, setup: Setup, layers: int) -> Held:
-        """Allocate as many as the cold cache asks for and half of the free memory allows, one at least."""
+        """Allocate as many as the cold cache asks for, one at least, and more layers while half of the free memory allows."""
         one = cell.shape.kv_bytes(cell.batch, cell.length, setup.dtype)
         free = memory.free_bytes(setup.device)
         wanted = COLD * memory.last_cache_bytes(setup.device)
-        count = max(1, math.ceil(min(wanted, wanted if free is None else free // 2) / one))
-        held = min(layers, count)
+        most = wanted if free is None else free // 2
+        count = max(1, math.ceil(min(wanted, most) / one))
+        held = min(layers, max(count, most // one))
         size = (cell.batch, cell.shape.kv_heads, cell.length, cell.shape.dim)
 
         def buffer() -> Tensor:
@@ -187,6 +190,7 @@ def bench_cell(
                 done += len(chunk)
     return facts | {
         "layers": layers,
+        "held_layers": held.layers,
         "held_cache_sizes": round(
             kv_bytes * len(held.copies) * len(held.copies[0]) / memory.last_cache_bytes(setup.device), 1
         ),
@@ -235,11 +239,14 @@ class _Runner:
             Rows((0,) * cell.batch, (prompt,) * cell.batch),
             ((hidden(total) if hidden else 0),) * cell.batch,
             setup.backend,
+            # methods that share between layers share between those that are held together
+            row.states(self._chunk) if isinstance(row, MethodRow) else {},
         )
 
     def warm(self, layer: int) -> None:
         """Run every row once; torch's rows that cannot run, or lack the memory, say why instead."""
         self.load([layer])
+        first: dict[Measured, float] = {}
         for one in self._all:
             if hasattr(one.row, "method"):
                 one.row.run(self.step(one.row, 0, 0))
@@ -250,15 +257,21 @@ class _Runner:
                 continue
             try:
                 one.row.begin()
-                one.row.run(self.step(one.row, 0, 0))
+                _, _, parts = one.row.run(self.step(one.row, 0, 0))
             except Exception as error:  # whatever torch's compilers raise
                 one.why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                continue
+            if isinstance(one.row, SdpaRow):
+                first[one] = parts["attention"]
+        for one, seconds in first.items():
+            if seconds > max(HOPELESS * min(first.values()), 1.0):
+                one.why = f"its first call took {seconds:.1f} s, {seconds / min(first.values()):.0f} times the fastest kernel's"
 
     def check(self, layer: int) -> None:
         """Compare every row with the reference on one layer."""
         self.load([layer])
         for one in self._running:
-            if isinstance(one.row, GatherRow):
+            if isinstance(one.row, ReadRow):
                 continue  # a yardstick has no output
             one.row.begin()
             last = 1 if one.row.fixed else min(self._setup.steps, 10)

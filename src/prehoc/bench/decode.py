@@ -64,7 +64,7 @@ def bench_decode(
     Returns
     -------
     list of dict
-        One row a system; times in milliseconds, bytes per step. ``dense_step_ms`` is that of the same group.
+        One row a system, stock and dense first; times in milliseconds, bytes per step. ``dense_step_ms`` is that of the same group.
 
     Raises
     ------
@@ -99,7 +99,8 @@ def bench_decode(
             for system in group:
                 system.cache = None
             kept = _back_to_the_prompt(dense, (rounds + 3) * steps)
-    return rows
+    order = [system.name for system in systems]
+    return sorted(rows, key=lambda row: order.index(row["system"]))
 
 
 def _back_to_the_prompt(dense: System, tokens: int) -> System:

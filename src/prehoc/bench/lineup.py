@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from prehoc.bench.evicting import EvictingRow
-from prehoc.bench.rows import SDPA, FlexRow, GatherRow, MethodRow, Row, SdpaRow
+from prehoc.bench.rows import SDPA, FlexRow, MethodRow, ReadRow, Row, SdpaRow
 from prehoc.methods import CIS, Dense, parse_method
 from prehoc.methods._eviction import Evictor
 from prehoc.selection import Method
@@ -51,7 +51,7 @@ def method_row(name: str, method: Method, backend: str, device: torch.device) ->
 def make_rows(
     methods: list[str], length: int, kv_bytes: int, dtype: torch.dtype, backend: str, device: torch.device
 ) -> list[Row]:
-    """Return torch's rows, dense, FlexAttention and a bare read of what the first CIS selects, and the methods.
+    """Return torch's rows, dense, FlexAttention with the pattern of the first CIS, bare reads of what both read, and the methods.
 
     Parameters
     ----------
@@ -66,10 +66,12 @@ def make_rows(
     """
     rows: list[Row] = [SdpaRow(kernel, kv_bytes, dtype) for kernel in SDPA[device.type]]
     rows.append(method_row("dense", Dense(), backend, device))
+    if backend == "cpu":
+        rows.append(ReadRow(MethodRow("dense", Dense(), backend, device), length))
     shared = next((text for text in methods if isinstance(sized(text, length), CIS)), None)
     if shared is not None:
         rows.append(FlexRow(MethodRow(shared, sized(shared, length), backend, device), length))
         if backend == "cpu":
-            rows.append(GatherRow(MethodRow(shared, sized(shared, length), backend, device)))
+            rows.append(ReadRow(MethodRow(shared, sized(shared, length), backend, device), length))
     others = [text for text in dict.fromkeys(methods) if text != "dense"]
     return rows + [method_row(text, sized(text, length), backend, device) for text in others]

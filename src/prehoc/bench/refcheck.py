@@ -57,6 +57,7 @@ def check_rows(row: Row, steps: list[Step]) -> dict[str, float]:
             rows=rows,
             masked=step.masked[:1],
             backend="reference",
+            peers={step.layer: state},
         )
         for at in dict.fromkeys((0, step.q.shape[0] - 1)):
             expected = attend(reference, exact, _one(chosen, at))

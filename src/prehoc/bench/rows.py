@@ -99,10 +99,13 @@ class MethodRow:
         """Forget the selection state of every layer."""
         self._states = {}
 
+    def states(self, layers: list[int]) -> dict[int, State]:
+        """Return the selection state of each of some layers."""
+        return {layer: self._states.setdefault(layer, State()) for layer in layers}
+
     def decide(self, step: Step) -> Decision:
         """Return what the step reads."""
-        state = self._states.setdefault(step.layer, State()) if self.plan.selector else None
-        return decide(self.plan, step, state)
+        return decide(self.plan, step, self.states([step.layer])[step.layer] if self.plan.selector else None)
 
     def skip(self, step: Step) -> None:
         """Advance the selection state."""
@@ -236,23 +239,26 @@ class FlexRow:
         traffic.bytes_dense += b * hkv * n * pair
 
 
-class GatherRow:
-    """A yardstick, no attention: the keys and values that another row selects are read and nothing is computed with them.
+class ReadRow:
+    """A yardstick, no attention: the keys and values that another row attends to are read and nothing is computed with them.
 
-    Its time is the least that this machine's memory allows for that selection, whatever a kernel does.
+    Its time, measured between the others, is the least that this machine's memory allows for that row now, whatever a kernel does.
 
     Parameters
     ----------
     pattern : MethodRow
         A row of its own for the selection, which is not timed.
+    columns : int
+        Columns of the buffers, all of which are read where the pattern reads every key.
     """
 
     fixed = True
     extra_bytes = 0
 
-    def __init__(self, pattern: MethodRow) -> None:
-        self.name = f"gather ({pattern.name})"
+    def __init__(self, pattern: MethodRow, columns: int) -> None:
+        self.name = f"read ({pattern.name})"
         self.pattern = pattern
+        self._columns = columns
 
     def begin(self) -> None:
         """Forget the pattern's state."""
@@ -264,13 +270,17 @@ class GatherRow:
 
     def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
         """Read; the output is empty."""
-        selection = self.pattern.decide(step).selection
-        if not isinstance(selection, Selection):
-            raise ValueError("the pattern selects no list of keys here, so there is nothing to gather")
-        begin = now(step.q.device)
-        kernels.get(step.backend, step.q.device).gather(step.k, step.v, selection.indices, selection.lengths)
-        end = now(step.q.device)
-        return step.q[:0], Decision(selection, heads=selection.indices.shape[1]), {"attention": end - begin}
+        selection, ops, device = self.pattern.decide(step).selection, kernels.get("cpu", step.q.device), step.q.device
+        if isinstance(selection, Selection):
+            begin = now(device)
+            ops.gather(step.k, step.v, selection.indices, selection.lengths)
+            seconds = now(device) - begin
+            return step.q[:0], Decision(selection, heads=selection.indices.shape[1]), {"attention": seconds}
+        buffers = [whole(x, self._columns).view(torch.float32) for x in (step.k, step.v)]
+        begin = now(device)
+        for buffer in buffers:
+            ops.stream(buffer, 1)
+        return step.q[:0], Decision(None), {"attention": now(device) - begin}
 
     def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
         """Return the decision's selection."""
