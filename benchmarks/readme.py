@@ -1,7 +1,6 @@
 """Write what README and docs show of measurements, from the committed JSON files beside this script: picture and tables.
 
 prehoc demo --json > benchmarks/demo.json
-prehoc bench decode --json > benchmarks/decode_smollm2.json       # optional: any decode*.json is shown
 python benchmarks/readme.py
 """
 
@@ -12,6 +11,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import bench_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "img" / "dense_and_cpe.png"
@@ -69,34 +70,6 @@ def _keys(answer: dict[str, Any]) -> float:
 def _bytes(answer: dict[str, Any]) -> float:
     decode = answer["report"]["decode"]
     return float(decode["bytes_read"] / decode["steps"] / 1e6)
-
-
-def decode_sections() -> str:
-    """Return a table for the README's limits for each benchmark of the decode step."""
-    return "".join(decode_section(path) for path in sorted((ROOT / "benchmarks").glob("decode*.json")))
-
-
-def decode_section(path: Path) -> str:
-    document = json.loads(path.read_text())
-    machine = document["machine"]
-    lines = []
-    for cell in document["cells"]:
-        kernels = {"cpu": "C++ kernels", "reference": "torch kernels"}[cell["rows"][1]["backend"]]
-        lines += [
-            f"\n{cell['batch']} x {cell['context']} tokens, {kernels}: median milliseconds of a decode step, "
-            f"{document['dtype']}, {machine['torch_threads']} threads of {machine['cpu']}, stream "
-            f"{cell['stream_bytes_per_second'] / 1e9:.0f} GB/s ([data and command](benchmarks/{path.name}))\n",
-            "| | ms | faster than sdpa | than our dense | attention | selection | rest | MB read | retained mass |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for row in cell["rows"]:
-            name = "stock transformers (sdpa)" if row["system"] == "sdpa" else f"`{row['system']}`"
-            cells = [f"{row['step_ms']:.1f}", f"{row['times_sdpa']:.2f}x", f"{row['times_dense']:.2f}x"]
-            cells += [f"{row[part]:.1f}" if part in row else "" for part in ("attention_ms", "selection_ms", "rest_ms")]
-            cells.append(f"{row['bytes_per_step'] / 1e6:.0f}" if "bytes_per_step" in row else "")
-            cells.append(f"{row['retained_mass']:.3f}" if row.get("retained_mass") is not None else "")
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def sweep_section() -> str:
@@ -202,7 +175,12 @@ def _part(answer: dict[str, Any], part: str) -> float:
 
 
 DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"demo": demo_section, "decode": decode_sections},
+    ROOT / "README.md": {"demo": demo_section, "decode": bench_tables.decode_summary},
+    ROOT / "docs" / "bench.md": {
+        "attention": bench_tables.attention_sections,
+        "decode": bench_tables.decode_sections,
+        "prefill": bench_tables.prefill_sections,
+    },
     ROOT / "docs" / "methods" / "cis.md": {"passkey": passkey_section, "sweep": sweep_section},
 }
 

@@ -64,7 +64,7 @@ def bench_decode(
     Returns
     -------
     list of dict
-        One row a system, stock and dense first; times in milliseconds, bytes per step. ``dense_step_ms`` is that of the same group.
+        One row a system, stock and dense first; milliseconds, bytes per step. ``dense_step_ms`` is that of the same group.
 
     Raises
     ------

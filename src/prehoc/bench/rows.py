@@ -242,7 +242,7 @@ class FlexRow:
 class ReadRow:
     """A yardstick, no attention: the keys and values that another row attends to are read and nothing is computed with them.
 
-    Its time, measured between the others, is the least that this machine's memory allows for that row now, whatever a kernel does.
+    Its time, measured between the others, is the least that this memory allows for that row now, whatever a kernel does.
 
     Parameters
     ----------

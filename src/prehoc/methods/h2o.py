@@ -92,7 +92,7 @@ class H2O(Evictor):
 
 
 def _weigh(step: Step) -> tuple[Tensor, Tensor]:
-    """Return attention over all keys ``[B, H, D]``, and its weights summed over each group of queries, float32 ``[B, Hkv, n]``."""
+    """Return attention over all keys ``[B, H, D]``, and its weights summed over each group, float32 ``[B, Hkv, n]``."""
     native = getattr(kernels.get(step.backend, step.q.device), "decode_weights", None)
     if native is not None:
         found: tuple[Tensor, Tensor] = native(step.q, step.k, step.v, step.rows.pad, step.scale)
