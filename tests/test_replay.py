@@ -25,6 +25,7 @@ METHODS = [
     "streaming:budget=40",
     "psaw:phi=0.3,start_layer=1",
     "cis-star:budget=64",
+    "cis_key:critical=24,tau=0.2",
 ]
 
 
@@ -86,3 +87,5 @@ def test_what_cannot_be_replayed_is_refused(model: Any, tokens: list[int], recor
         replay(trace(model, tokens, PROMPT, STEPS, "cis:critical=24", record=("qk",)), method)
     with pytest.raises(ValueError, match="layer 3 was not recorded; choose among 0, 1, 2"):
         replay(recorded, method, layers=[0, 3])
+    with pytest.raises(ValueError, match="gate=hidden compares the hidden states.*run the whole model"):
+        replay(recorded, {"a": parse_method("cis_hidden:critical=24")})

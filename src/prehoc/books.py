@@ -96,7 +96,7 @@ class Books:
     def decision(self, step: Step, v_dim: int, decision: Decision) -> None:
         """Enter one layer of one decode step; keys are counted per selection head, dense bytes per KV head."""
         t = self.traffic
-        b, h, d = step.q.shape
+        b, _, d = step.q.shape
         hkv, n = step.k.shape[1], step.columns
         size = step.k.element_size()
         pair = (d + v_dim) * size
@@ -128,8 +128,7 @@ class Books:
         t.keys_visible += visible * hs
         t.counted_triples += counted * hs
         t.covered_triples += (b - counted) * hs
-        if decision.anchors:
-            t.bytes_anchors += b * h * d * 4
+        t.bytes_anchors += decision.anchors
         retrieved = decision.retrieved
         if retrieved is None:
             retrieved = torch.zeros_like(chosen.lengths, dtype=torch.bool)

@@ -101,6 +101,8 @@ class Step:
     peers : mapping of int to State
         The selection states of all full-attention layers, lowest first, for selectors with ``across_layers``; those below
         this layer have decided at this step already.
+    hidden : Tensor or None
+        ``[B, E]`` hidden states that enter the layer, for plans that say `Plan.reads_hidden` (None: nobody asked).
     """
 
     layer: int
@@ -112,6 +114,7 @@ class Step:
     masked: tuple[int, ...]
     backend: str = "auto"
     peers: Mapping[int, State] = dataclasses.field(default_factory=dict)
+    hidden: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -135,13 +138,13 @@ class Decision:
     retrieved : Tensor or None
         bool ``[B, Hs]``, heads that scored the middle in full at this step.
     cosine : Tensor or None
-        float32 ``[B, Hs]``, least cosine of the group's queries with their anchors before any refresh (NaN: no anchor).
+        float32 ``[B, Hs]``, least cosine of what the gate compares with the anchors, before any refresh (NaN: no anchor).
     counted : tuple of bool
         Per row, whether the middle was larger than `critical` (only these enter the retrieval ratio).
     scored : tuple of int
         Per row, keys whose K is read by a retrieval.
-    anchors : bool
-        Whether the gate read stored anchors.
+    anchors : int
+        Bytes of stored anchors that the gate read.
     scores_all : bool
         Whether every head was scored, also those that did not need it (where the host may not look).
     heads : int or None
@@ -164,7 +167,7 @@ class Decision:
     cosine: Tensor | None = None
     counted: tuple[bool, ...] = ()
     scored: tuple[int, ...] = ()
-    anchors: bool = False
+    anchors: int = 0
     scores_all: bool = False
     heads: int | None = None
     copied: bool = False
@@ -230,6 +233,11 @@ class Plan:
     def dense(self) -> bool:
         """True when nothing is pruned by construction."""
         return self.selector is None and self.window is None and self.freeze is None
+
+    @property
+    def reads_hidden(self) -> bool:
+        """True when the selector compares the hidden states that enter a layer: the engine must hand them over."""
+        return bool(getattr(self.selector, "reads_hidden", False))
 
 
 class Method(Protocol):

@@ -84,6 +84,15 @@ def test_all_methods_share_one_graph_and_equal_eager_steps(pad: tuple[int, ...],
     assert counter.frame_count == 1
 
 
+def test_a_gate_on_hidden_states_has_a_graph_of_its_own(counter: Any) -> None:
+    net = small()
+    ids, mask = padded((5, 0), END)
+    hidden = f"cis_hidden:critical=8,{SIZES},block_size=4"
+    for method, graphs in ((METHODS[1], 1), (hidden, 2), (METHODS[1], 2), (hidden, 2), ("cis_key:critical=8", 2)):
+        both(net, method, ids, mask)
+        assert counter.frame_count == graphs
+
+
 def test_every_step_runs_in_the_graph_shared_or_retrieved(monkeypatch: pytest.MonkeyPatch) -> None:
     net, own, layers = small(), compiled.decode_layer, []
     monkeypatch.setattr(

@@ -19,6 +19,9 @@ METHODS = [
     "cis:critical=24,sink=2,local=4,matched=true,block_size=4",
     "cis:mass=0.9,sink=2,local=4",
     "cis:critical=24,sink=2,local=4,granularity=query_head,dilate=5,radius=2",
+    "cis_key:critical=24,sink=2,local=4,tau=0.1",
+    "cis_key:critical=24,sink=2,local=4,tau=0.1,granularity=query_head,refresh=block",
+    "cis_hidden:critical=24,sink=2,local=4,tau=0.8",
     "oracle:critical=24,sink=2,local=4",
 ]
 
@@ -30,12 +33,14 @@ def _walk(method: str, pads: tuple[int, ...], steps: int = 20) -> list[Decision]
     assert selector is not None
     k = torch.randn(len(pads), 2, length + steps, 16)
     q = torch.randn(len(pads), 6, 16)
+    hidden = torch.randn(len(pads), 12)
     rows = Rows(pads, tuple(length - pad for pad in pads))
     out = []
     for i in range(steps):
-        q = q + 0.25 * torch.randn(q.shape)
+        q, hidden = (x + 0.25 * torch.randn(x.shape) for x in (q, hidden))
         now = k[:, :, : length + i + 1]
-        decision = selector.decide(Step(0, q, now, now, 0.25, rows, (0,) * len(pads), "reference"), state)
+        step = Step(0, q, now, now, 0.25, rows, (0,) * len(pads), "reference", hidden=hidden)
+        decision = selector.decide(step, state)
         if isinstance(decision.selection, Selection):  # lists are views of the state: keep what they are now
             kept = dataclasses.replace(
                 decision.selection,

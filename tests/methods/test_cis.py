@@ -24,7 +24,7 @@ NEAR_TIE = 2e-5  # scores this close may swap places (float32 against float64)
 class Head:
     """What one (row, head) remembers."""
 
-    anchor: np.ndarray | None = None  # [G, D], raw queries
+    anchor: np.ndarray | None = None  # [G, D], raw queries, or [1, W], what else the gate compares
     keys: set[int] = dataclasses.field(default_factory=set)  # dilated set, columns
     window: int = 0  # first column of the local window at the anchor
     age: int = 0  # steps since the own retrieval
@@ -85,11 +85,18 @@ class Simulator:
                     assert sets[row][head] == visible, where
                     assert not decision.retrieved[row, head], where
                     continue
-                mine = q[row, head * group : (head + 1) * group]  # [G, D]
+                mine, keys = q[row, head * group : (head + 1) * group], k[row, head * hkv // hs]  # [G, D], [n, D]
+                compared = mine
+                if c.gate == "key":
+                    compared = keys[-1:]
+                elif c.gate == "hidden":
+                    assert step.hidden is not None
+                    compared = step.hidden[row, None].double().numpy()
                 self._head(
                     key,
                     mine,
-                    k[row, head * hkv // hs],
+                    compared,
+                    keys,
                     step,
                     sets[row][head],
                     bool(decision.retrieved[row, head]),
@@ -101,6 +108,7 @@ class Simulator:
         self,
         key: tuple[int, int],
         q: np.ndarray,
+        compared: np.ndarray,
         k: np.ndarray,
         step: Step,
         got: set[int],
@@ -115,7 +123,7 @@ class Simulator:
         if known is not None:
             known.age += 1
             assert known.anchor is not None
-            least = min(cosine_of(a, b) for a, b in zip(q, known.anchor, strict=True))
+            least = min(cosine_of(a, b) for a, b in zip(compared, known.anchor, strict=True))
             assert math.isnan(least) == math.isnan(cosine), where
             assert math.isnan(least) or abs(least - cosine) < 2e-6, where
         else:
@@ -133,7 +141,7 @@ class Simulator:
             assert got == self._read(known, row, n), where
             return
         chosen, tie = self._retrieve(q, k, step, row)
-        fresh = Head(q, chosen, n - c.local, 0)
+        fresh = Head(compared, chosen, n - c.local, 0)
         wanted = self._read(fresh, row, n)
         if got != wanted:
             assert tie, f"{where}: read {sorted(got - wanted)} instead of {sorted(wanted - got)}"
@@ -232,7 +240,7 @@ def check_copies(step: Step, selection: Selection) -> None:
 
 @dataclasses.dataclass
 class Walk:
-    """Queries that drift and keys that grow."""
+    """Queries and hidden states that drift and keys that grow."""
 
     b: int = 3
     hkv: int = 2
@@ -268,6 +276,8 @@ class Walk:
         k = normal(self.b, self.hkv, cap + 5, self.d).to(self.dtype)
         q = normal(self.b, self.hkv * self.group, self.d)
         v = torch.randn(self.b, self.hkv, cap + 5, 6, generator=torch.Generator().manual_seed(self.seed)).to(self.dtype)
+        apart = torch.Generator().manual_seed(self.seed + 1)  # hidden states
+        hidden = torch.randn(self.b, 12, generator=apart)
         for i in range(self.steps):
             if not self.integer:
                 q = q * math.sqrt(1 - self.drift**2) + self.drift * normal(*q.shape)
@@ -276,9 +286,12 @@ class Walk:
             else:
                 change = torch.rand(q.shape, generator=random) < 0.06
                 q = torch.where(change, normal(*q.shape), q)
+            change = torch.randn(hidden.shape, generator=apart)
+            hidden = hidden * math.sqrt(1 - self.drift**2) + self.drift * change
             n = self.prompt + i + 1
             masked = tuple(self.masked(n - p) for p in self.pads)
-            yield Step(0, q.to(self.dtype), k[:, :, :n], v[:, :, :n], self.scale, self.rows, masked, self.backend)
+            kv, now = (k[:, :, :n], v[:, :, :n]), hidden.to(self.dtype)
+            yield Step(0, q.to(self.dtype), *kv, self.scale, self.rows, masked, self.backend, hidden=now)
 
 
 def window(share: float, local: int) -> Callable[[int], int]:
@@ -315,6 +328,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "total": {"critical": None, "budget": 24},
     "ratio": {"critical": None, "ratio": 0.4},
     "ratio, matched": {"critical": None, "ratio": 0.3, "matched": True, "block_size": 12},
+    # keys of neighbouring tokens are drawn apart: few cosines are large. No cosine of small integers is .13 exactly
+    "gate on keys": {"gate": "key", "tau": 0.13},
+    "gate on hidden states": {"gate": "hidden"},
+    "gate on keys, mass, matched": {"gate": "key", "tau": 0.13, "mass": 0.7, "critical": 20, "matched": True},
+    "gate on hidden states, long block": {"gate": "hidden", "tau": 0.7, "block_size": 16, "dilate": 4},
 }
 WALKS: dict[str, Walk] = {
     "plain": Walk(),
@@ -367,18 +385,20 @@ def test_excused_cases_are_few() -> None:
     assert sum(s.excused for s in total) <= 0.01 * sum(s.compared for s in total)
 
 
-def test_simulator_sees_a_wrong_gate() -> None:
+@pytest.mark.parametrize("wrong", [{"tau": 0.7}, {"gate": "key"}, {"gate": "hidden"}])
+def test_simulator_sees_a_wrong_gate(wrong: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         walk = WALKS["plain"]
         simulator, state = Simulator(CIS(**BASE), walk.pads, walk.rows.prompt), State()
-        other = CIS(**{**BASE, "tau": 0.7})
+        other = CIS(**{**BASE, **wrong})
         for step in walk:
             simulator.run(step, other.decide(step, state))
 
 
-def test_all_paths_are_taken() -> None:
+@pytest.mark.parametrize("gate", [{}, {"gate": "key", "tau": -0.2}, {"gate": "hidden", "tau": 0.87}])
+def test_all_paths_are_taken(gate: dict[str, Any]) -> None:
     """The walks share, fail the gate, expire and start covered: a simulator that sees one path only proves little."""
-    cis, walk, state = CIS(**BASE), Walk(steps=40), State()
+    cis, walk, state = CIS(**{**BASE, **gate}), Walk(steps=40), State()
     seen = {"shared": 0, "failed": 0, "retrieved": 0}
     for step in walk:
         decision = cis.decide(step, state)
@@ -406,9 +426,10 @@ sizes = st.fixed_dictionaries(
         "granularity": st.sampled_from(["kv_head", "query_head"]),
         "matched": st.booleans(),
         "mass": st.none() | st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+        "gate": st.sampled_from(["query", "query", "query", "key", "hidden"]),
     }
 )
-quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @quick
@@ -542,6 +563,7 @@ def test_padded_rows_equal_the_rows_alone(keys: dict[str, Any], seed: int, share
                 step.scale,
                 Rows((0,), (step.rows.prompt[row],)),
                 step.masked[row : row + 1],
+                hidden=None if step.hidden is None else step.hidden[row : row + 1],
             )
             single = cis.decide(one, alone[row])
             assert single.counted[0] == together.counted[row]
@@ -569,10 +591,11 @@ def take(step: Step, index: torch.Tensor) -> Step:
         v=step.v[index],
         rows=step.rows.take(index),
         masked=tuple(step.masked[i] for i in index.tolist()),
+        hidden=None if step.hidden is None else step.hidden[index],
     )
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", [*READINGS, {"gate": "key", "tau": 0.13}, {"gate": "hidden"}])
 def test_state_follows_the_rows(reading: dict[str, Any]) -> None:
     """Reordered and repeated rows (beam search) decide exactly as they would have in their old place."""
     walk = Walk(pad=(0, 12, 44), seed=21, steps=20)
@@ -629,6 +652,57 @@ def test_zero_queries_never_share(granularity: Any, tau: float) -> None:
         assert decision.retrieved[0, head], i
         assert math.isnan(decision.cosine[0, head])
         as_sets(decision.selection, (0,), step.columns)
+
+
+@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
+@pytest.mark.parametrize("gate", ["key", "hidden"])
+def test_what_heads_share_of_a_gate_is_held_and_read_once(gate: Any, granularity: Any) -> None:
+    """Two KV heads of three query heads each: a key speaks for its three, a hidden state for the whole row."""
+    cis, state = CIS(**{**BASE, "gate": gate, "tau": 0.13, "granularity": granularity}), State()
+    size = {"key": (3, 2, 16), "hidden": (3, 1, 12)}[gate]
+    together = 1 if gate == "hidden" else 2
+    seen = []
+    for step in Walk(hkv=2, group=3, d=16):
+        decision = cis.decide(step, state)
+        assert decision.retrieved is not None and decision.anchors == math.prod(size) * 4
+        assert tuple(state["anchor"].shape) == size
+        groups = decision.retrieved.view(3, together, -1)
+        assert bool((groups == groups[..., :1]).all())
+        seen.append(groups[..., 0])
+    assert bool(torch.stack(seen)[1:].any()) and not bool(torch.stack(seen)[1:].all())
+
+
+@pytest.mark.parametrize("tau", [-1.0, 0.8])
+@pytest.mark.parametrize("gate", ["key", "hidden"])
+def test_what_has_no_direction_never_shares(gate: Any, tau: float) -> None:
+    cis, state = CIS(**{**BASE, "gate": gate, "tau": tau}), State()
+    for step in Walk(seed=30, b=2, steps=6, drift=0.05):
+        assert step.hidden is not None
+        (step.k[0, :, -1] if gate == "key" else step.hidden[0]).zero_()
+        decision = cis.decide(step, state)
+        assert decision.retrieved is not None and decision.cosine is not None
+        assert bool(decision.retrieved[0].all()) and bool(decision.cosine[0].isnan().all())
+
+
+def test_the_queries_of_other_gates_do_not_matter() -> None:
+    """Keys and hidden states stay, queries turn around: every set is shared for a whole block."""
+    for gate in ("key", "hidden"):
+        cis, state, first = CIS(**{**BASE, "gate": gate}), State(), None
+        for i, step in enumerate(Walk(seed=31, steps=9)):
+            first = first or step
+            assert step.hidden is not None and first.hidden is not None
+            step.k[:, :, -1], step.hidden[:] = first.k[:, :, -1], first.hidden
+            step.q.mul_((-1) ** i)
+            decision = cis.decide(step, state)
+            assert decision.retrieved is not None
+            assert bool(decision.retrieved.all()) == bool(decision.retrieved.any()) == (i % 4 == 0)
+
+
+def test_a_step_without_hidden_states_is_refused() -> None:
+    step = dataclasses.replace(next(iter(Walk())), hidden=None)
+    with pytest.raises(ValueError, match=r"gate=hidden compares the hidden states.*run the whole model.*or gate=key"):
+        CIS(**BASE, gate="hidden").decide(step, State())
+    assert CIS(**BASE, gate="key").decide(step, State()).selection is not None
 
 
 def test_equal_queries_share_for_a_whole_block() -> None:

@@ -13,12 +13,21 @@ KEYS = "sink=2,local=5,critical=12,block_size=4,tau=0.5"
 
 
 @pytest.mark.parametrize(
-    "keys", ["", ",refresh=block", ",local_window=sliding", ",granularity=query_head", ",radius=2"]
+    "keys",
+    [
+        "",
+        ",refresh=block",
+        ",local_window=sliding",
+        ",granularity=query_head",
+        ",radius=2",
+        ",gate=key",
+        ",gate=hidden",
+    ],
 )
 @pytest.mark.parametrize("pad", [(0,), (0, 4, 55)], ids=["one", "ragged"])
 def test_as_many_keys_as_dilation_adds_but_others(keys: str, pad: tuple[int, ...]) -> None:
     random = walk(f"random_expansion:{KEYS}{keys}", pad, 70, 14)
-    plain = walk(f"cis:{KEYS}{keys},dilate=0,radius=0", pad, 70, 14)
+    plain = walk(f"cis:{KEYS}{keys},dilate=0", pad, 70, 14)
     dilated = walk(f"cis:{KEYS}{keys}", pad, 70, 14)
     added, differ = 0, 0
     for (step, one), (_, base), (_, wide) in zip(random, plain, dilated, strict=True):
@@ -36,8 +45,9 @@ def test_as_many_keys_as_dilation_adds_but_others(keys: str, pad: tuple[int, ...
 
 def test_random_keys_stay_for_a_block_and_are_drawn_anew_after_it() -> None:
     """Two heads of one row, three blocks: what a head adds changes exactly where it retrieves."""
-    random = walk(f"random_expansion:{KEYS},tau=-1", (0,), 70, 12)
-    plain = walk(f"cis:{KEYS},tau=-1,dilate=0,radius=0", (0,), 70, 12)
+    keys = KEYS.replace("tau=0.5", "tau=-1")
+    random = walk(f"random_expansion:{keys}", (0,), 70, 12)
+    plain = walk(f"cis:{keys},dilate=0,radius=0", (0,), 70, 12)
     added = [
         [set(read(one, 0, head)) - set(read(base, 0, head)) for head in range(2)]
         for (_, one), (_, base) in zip(random, plain, strict=True)
@@ -90,8 +100,12 @@ def test_the_path_without_a_look_draws_the_same(monkeypatch: pytest.MonkeyPatch)
 
 def test_presets_and_errors() -> None:
     assert parse_method("direct_reuse:budget=128") == CIS(budget=128, dilate=0, radius=0)
+    assert parse_method("cis_key:tau=0.1") == CIS(gate="key", tau=0.1)
+    assert parse_method("cis_hidden") == CIS(gate="hidden")
     assert parse_method("oracle_topp").size().mass == 0.95  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="matched=true has no random form"):
         RandomExpansion(budget=128, matched=True)
+    with pytest.raises(ValueError, match="unknown gate 'keys'; did you mean 'key'"):
+        parse_method("cis:gate=keys")
     with pytest.raises(ValueError, match="seed=-1 must be at least 0"):
         RandomExpansion(seed=-1)

@@ -54,6 +54,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "cis-8": ("cis", {"block_size": 8}),
     "cis-16": ("cis", {"block_size": 16}),
     "cis-star": ("cis", {"matched": True}),
+    "cis_hidden": ("cis", {"gate": "hidden"}),
+    "cis_key": ("cis", {"gate": "key"}),
     "cpe-8": ("cpe", {"block_size": 8}),
     "cpe-16": ("cpe", {"block_size": 16}),
     "direct_reuse": ("cis", {"dilate": 0, "radius": 0}),

@@ -14,7 +14,7 @@ from torch import Tensor
 from prehoc import kernels
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_bool, check_choice, check_int, check_range
 from prehoc.kernels import host
-from prehoc.methods import _compact
+from prehoc.methods import _compact, _gate
 from prehoc.methods._cheap import SCALE_BYTES, codes_of
 from prehoc.methods._retrieval import DILATE_SHARE, Middle, as_selection, cover, retrieve_lists
 from prehoc.selection import Decision, Plan, Selection, State, Step
@@ -36,6 +36,9 @@ class CIS:
         s: a retrieval serves at most s steps, its own included.
     tau : float
         A head shares while the least cosine of its queries with their anchors exceeds this, in [-1, 1].
+    gate : {"query", "key", "hidden"}
+        What has that cosine: the head's queries, or, for comparison (Table IX), its newest key after the rotary embedding or
+        the hidden state that enters the layer.
     dilate : int, optional
         m, the best keys whose neighbours are added; None: critical // 3 per head.
     radius : int
@@ -69,6 +72,7 @@ class CIS:
     local: int = DEFAULT_LOCAL
     block_size: int = 8
     tau: float = 0.6
+    gate: Literal["query", "key", "hidden"] = "query"
     dilate: int | None = None
     radius: int = 1
     refresh: Literal["rolling", "block"] = "rolling"
@@ -82,6 +86,7 @@ class CIS:
         self.size()
         check_int("block_size", self.block_size, 1)
         check_range("tau", self.tau, -1.0, 1.0, fix="it is a cosine; the paper uses 0.8")
+        check_choice("gate", self.gate, _gate.GATES)
         check_int("dilate", self.dilate, 0, optional=True)
         check_int("radius", self.radius, 0)
         check_bool("matched", self.matched)
@@ -105,6 +110,11 @@ class CIS:
                 f"budget={self.budget} leaves no critical key when matched: sink {self.sink} + local {self.local} + "
                 f"{self._growth} steps of frozen window; give at least {self.sink + self.local + self._growth + 1}"
             )
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether `decide` needs `Step.hidden`."""
+        return self.gate == "hidden"
 
     @property
     def _growth(self) -> int:
@@ -134,15 +144,14 @@ class CIS:
         hs, device = middle.heads, step.q.device
         native = getattr(kernels.get(step.backend, device), "cis_step", None)
         exact = self.retrieval == "exact"
-        if native is not None and self.refresh == "rolling" and self.mass is None and exact and all(middle.counted):
+        plain = self.refresh == "rolling" and self.mass is None and exact and self.gate == "query"
+        if native is not None and plain and all(middle.counted):
             return self._native(native, step, state, middle)
         look = host.may_look(device)
-        q = step.q.float()
-        norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
-        unit = q / norm  # [B, H, D]; a zero query gives NaN: it never shares
+        unit = _gate.compared(self.gate, step)
         boundary, anchored = self._advance(step, state), "anchor" in state
         if anchored:
-            cosine = (unit * state["anchor"]).sum(-1).view(unit.shape[0], hs, -1).amin(-1).clamp_(max=1.0)  # [B, Hs]
+            cosine = _gate.cosines(unit, state["anchor"], hs)
             need = ~(cosine > self.tau) | (state["age"] < 0)
             if self.refresh == "rolling":
                 need |= state["age"] >= self.block_size
@@ -179,7 +188,7 @@ class CIS:
             cosine,
             middle.counted,
             middle.scored,
-            anchors=True,
+            anchors=unit.numel() * unit.element_size(),
             scores_all=not look,
             heads=hs,
             copied=copies,
@@ -199,7 +208,7 @@ class CIS:
         critical, always = middle.critical, self.sink + self.local
         best = tuple(keys // DILATE_SHARE if self.dilate is None else self.dilate for keys in critical)
         limit = tuple(max(keys - self._growth, 0) + always for keys in critical) if self.matched else None
-        _reserve(state, step, middle.heads, always + max(critical) + 2 * self.radius * max(best) + self._growth + 1)
+        _reserve(state, step.q, middle.heads, always + max(critical) + 2 * self.radius * max(best) + self._growth + 1)
         retrieved, cosine = cis_step(
             step.q,
             step.k,
@@ -218,8 +227,9 @@ class CIS:
             self.tau,
             step.scale,
         )
-        selection = Selection(state["indices"], state["lengths"])
-        return Decision(selection, retrieved, cosine, middle.counted, middle.scored, anchors=True, heads=middle.heads)
+        anchor, selection = state["anchor"], Selection(state["indices"], state["lengths"])
+        read = anchor.numel() * anchor.element_size()
+        return Decision(selection, retrieved, cosine, middle.counted, middle.scored, anchors=read, heads=middle.heads)
 
     def _keeps_copies(self, step: Step) -> bool:
         """Return whether the selected rows are worth copying: lists that only grow, and kernels that would gather them."""
@@ -256,9 +266,8 @@ class CIS:
     ) -> tuple[Tensor, Tensor] | None:
         """Make new lists the block's sets; return the lists of this step alone where they differ (``refresh="block"``)."""
         indices, lengths = lists
-        b, hs = need.shape
         room = self._growth + 1  # one more than a block appends: the step that ends it writes before it is replaced
-        _reserve(state, step, hs, indices.shape[1] + room)
+        _reserve(state, unit, need.shape[1], indices.shape[1] + room)
         indices = F.pad(indices, (0, state["indices"].shape[2] - indices.shape[1]), value=-1)
         # where the host looked, the chosen heads are those in need, and nothing has to be masked
         store, today = None if host.may_look(need.device) else need, None
@@ -269,22 +278,24 @@ class CIS:
             store = need & (state["age"] < 0)  # a head without a set takes this one
         _put(state["indices"], chosen, indices, store)
         _put(state["lengths"], chosen, lengths, store)
-        anchors = unit.view(b * hs, -1)
-        _put(state["anchor"].view(b, hs, -1), chosen, anchors if chosen is None else anchors[chosen], store)
-        state["age"].masked_fill_(need if store is None else store, 0)
+        fresh = need if store is None else store
+        _gate.keep(state["anchor"], unit, fresh)
+        state["age"].masked_fill_(fresh, 0)
         return today
 
 
-def _reserve(state: State, step: Step, heads: int, width: int) -> None:
-    """Make room for sets of `width` keys for every head; what is new belongs to no block."""
+def _reserve(state: State, compared: Tensor, heads: int, width: int) -> None:
+    """Make room for sets of `width` keys for every head, and for anchors of what the gate compares (``[B, A, W]``).
+
+    What is new belongs to no block.
+    """
     indices: Tensor | None = state.get("indices")
     if indices is None:
-        b, h, d = step.q.shape
-        device = step.q.device
+        b, device = len(compared), compared.device
         state["indices"] = torch.full((b, heads, width), -1, dtype=torch.int32, device=device)
         state["lengths"] = torch.zeros((b, heads), dtype=torch.int32, device=device)
         state["age"] = torch.full((b, heads), -1, dtype=torch.int32, device=device)
-        state["anchor"] = torch.full((b, h, d), torch.nan, device=device)
+        state["anchor"] = torch.full(compared.shape, torch.nan, device=device)
     elif indices.shape[2] < width:
         state["indices"] = F.pad(indices, (0, width - indices.shape[2]), value=-1)
 

@@ -43,6 +43,7 @@ def prehoc_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     prehoc: Forward | None = None,
+    prehoc_hidden: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as the forward's plan says.
@@ -63,6 +64,8 @@ def prehoc_attention(
         Window of a sliding layer.
     prehoc : Forward
         This forward.
+    prehoc_hidden : Tensor, optional
+        ``[B, E]``, what `hand_hidden` took from the layer that this attention is part of.
 
     Returns
     -------
@@ -78,7 +81,7 @@ def prehoc_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if prehoc is None and torch.compiler.is_compiling() and attention_mask is None:
-        return _traced(module, query, key, value, scale, sliding_window), None
+        return _traced(module, query, key, value, scale, sliding_window, prehoc_hidden), None
     if prehoc is None:
         raise ValueError(
             f"{type(module).__name__} was called without its prehoc context: the model does not pass keyword arguments on to "
@@ -92,10 +95,18 @@ def prehoc_attention(
     if attention_mask is not None:
         out = _masked(prehoc, query, key, value, attention_mask, scale)
     elif prehoc.phase == "decode" and query.shape[2] == 1:
-        out = decode_layer(prehoc, layer, query, key, value, scale, sliding_window)
+        out = decode_layer(prehoc, layer, query, key, value, scale, sliding_window, prehoc_hidden)
     else:
         out = _prefill(prehoc, layer, query, key, value, scale, sliding_window)
     return out.transpose(1, 2), None
+
+
+def hand_hidden(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass the last token's hidden state that enters a decoder layer on to its attention: a forward pre-hook."""
+    hidden = args[0] if args else kwargs["hidden_states"]  # [B, T, E]
+    return args, {**kwargs, "prehoc_hidden": hidden[:, -1]}
 
 
 def _masked(fwd: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -149,16 +160,28 @@ def _share(fwd: Forward, layer: int, k: Tensor, v: Tensor) -> None:
         v[row, :, fwd.past : end] = below[1][row, :, fwd.past : end]
 
 
-def _traced(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None) -> Tensor:
+def _traced(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None, hidden: Tensor | None
+) -> Tensor:
     """Leave one call in the graph of a compiled decode step; `compiled` says what it does when the graph runs."""
-    out: Tensor = torch.ops.prehoc.decode_layer(q, k, v, module.layer_idx, scale, sliding)  # [B, H, Dv]
+    out: Tensor = torch.ops.prehoc.decode_layer(q, k, v, module.layer_idx, scale, sliding, hidden)  # [B, H, Dv]
     return out[:, None]
 
 
 def decode_layer(
-    fwd: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding: int | None
+    fwd: Forward,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sliding: int | None,
+    hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output ``[B, H, 1, Dv]`` of a layer's decode step; q ``[B, H, 1, D]``, k and v as cached."""
+    """Return the attention output ``[B, H, 1, Dv]`` of a layer's decode step.
+
+    q is ``[B, H, 1, D]``, k and v are as cached, and `hidden` is `Step.hidden` where the plan asks for it.
+    """
     holder = fwd.cache.layers[layer]
     one = q[:, :, 0].detach().contiguous()  # [B, H, D]
     ops = kernels.get(fwd.backend, q.device)
@@ -171,7 +194,8 @@ def decode_layer(
     if fwd.stopwatch:
         fwd.stopwatch.lap("rest")
     masked = fwd.masked(layer)
-    step = Step(layer, one, k, v, scale, fwd.rows, masked, fwd.backend)
+    hidden = None if hidden is None else hidden.detach()
+    step = Step(layer, one, k, v, scale, fwd.rows, masked, fwd.backend, hidden=hidden)
     step, decision = _decide(fwd, holder, step)
     if fwd.stopwatch:
         fwd.stopwatch.lap("selection")

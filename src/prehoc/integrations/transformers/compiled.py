@@ -42,8 +42,9 @@ _PLAIN = {
 _REMEDY = "leave compile=True out"
 
 _current: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("prehoc_current", default=None)
-# one compiled step a model, kept while the model lives: attached again, also with another method, it is not compiled again
-_steps: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+# one compiled step a model, kept while the model lives: attached again, also with another method, it is not compiled again;
+# a second one (True) with the hooks that hand hidden states over, because torch does not look whether hooks have changed
+_steps: weakref.WeakKeyDictionary[nn.Module, dict[bool, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 def install(base: nn.Module, device: torch.device) -> functools.partial[None]:
@@ -122,7 +123,7 @@ class CompiledForward:
         token = _current.set(fwd)
         try:
             with torch.no_grad():
-                output = _step_of(base)(base, ids, embeds, positions)
+                output = _step_of(base, fwd.plan.reads_hidden)(base, ids, embeds, positions)
         except TorchDynamoException as error:
             first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise ValueError(f"{type(base).__name__} could not be compiled in one graph: {first}; {_REMEDY}") from error
@@ -148,12 +149,13 @@ def _unusual(base: nn.Module, fwd: Forward, given: dict[str, Any]) -> str | None
     return "output_hidden_states" if getattr(base.config, "output_hidden_states", False) else None
 
 
-def _step_of(base: nn.Module) -> Callable[..., Any]:
-    """Return the compiled step of a model; graphs are counted by code object, so each model has a copy of the code."""
-    if base not in _steps:
+def _step_of(base: nn.Module, hooked: bool) -> Callable[..., Any]:
+    """Return the compiled step of a model; graphs are counted by code object, so each has a copy of the code."""
+    made = _steps.setdefault(base, {})
+    if hooked not in made:
         own = types.FunctionType(_step.__code__.replace(), _step.__globals__)
-        _steps.setdefault(base, torch.compile(own, backend=_BACKEND, fullgraph=True))
-    return _steps[base]
+        made.setdefault(hooked, torch.compile(own, backend=_BACKEND, fullgraph=True))
+    return made[hooked]
 
 
 def _step(base: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor) -> Any:
@@ -170,12 +172,14 @@ def _step(base: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, pos
     )
 
 
-def _decode_layer(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, sliding: int | None) -> Tensor:
+def _decode_layer(
+    q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, sliding: int | None, hidden: Tensor | None
+) -> Tensor:
     """Append a layer's new key and value ``[B, Hkv, 1, D]`` to the cache and attend with q ``[B, H, 1, D]``: ``[B, H, Dv]``."""
     fwd = _current.get()
     assert fwd is not None  # `CompiledForward` set it
     keys, values = fwd.cache.layers[layer].update(k, v)
-    return decode_layer(fwd, layer, q, keys, values, scale, sliding)[:, :, 0].contiguous()
+    return decode_layer(fwd, layer, q, keys, values, scale, sliding, hidden)[:, :, 0].contiguous()
 
 
 def _fake_decode_layer(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
@@ -183,7 +187,7 @@ def _fake_decode_layer(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
 
 
 register(
-    "decode_layer(Tensor q, Tensor k, Tensor v, int layer, float scale, int? sliding) -> Tensor",
+    "decode_layer(Tensor q, Tensor k, Tensor v, int layer, float scale, int? sliding, Tensor? hidden) -> Tensor",
     _decode_layer,
     _fake_decode_layer,
 )

@@ -18,7 +18,7 @@ from prehoc.audit import Auditor
 from prehoc.books import Books, Stopwatch
 from prehoc.config import check_bool, check_int, check_range, default_backend
 from prehoc.integrations.transformers import freezing
-from prehoc.integrations.transformers.attention import NAME, prehoc_attention, prehoc_mask
+from prehoc.integrations.transformers.attention import NAME, hand_hidden, prehoc_attention, prehoc_mask
 from prehoc.integrations.transformers.breakeven import break_even
 from prehoc.integrations.transformers.compat import cache_key, check_version
 from prehoc.integrations.transformers.forward import Forward, Phase, Recorder, declared, left_padding
@@ -106,6 +106,9 @@ class Session:
         self.model.set_attn_implementation(NAME)
         self._later(base.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         self._later(base.register_forward_hook(_after, with_kwargs=True).remove)
+        if self.plan.reads_hidden:
+            for layer in layers:
+                self._later(layer.register_forward_pre_hook(hand_hidden, with_kwargs=True).remove)
         if self.plan.freeze is not None:
             for layer in list(layers)[resolve_start_layer(self.plan.freeze.start_layer, len(layers)) :]:
                 freezing.wrap(layer)
