@@ -1,10 +1,11 @@
-"""What every method reads and misses on the same queries and keys: Figure 6 and the controls of Tables VI and VII."""
+"""What every method reads and misses on the same queries and keys: Figure 6 and the controls of Tables VI, VII and IX."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from prehoc.methods import parse_method
 from prehoc.plot import paper
 from prehoc.plot.figures_tune import SWEEP, counted, line, sweep_row
 from prehoc.plot.page import Block, Drawing, Table, cap, interval, legend, method_styles, number, panels
@@ -85,7 +86,27 @@ def _methods_over_ratio(rows: Sequence[Row]) -> Figure:
 
 
 def control_table(rows: Sequence[tuple[str, float | None, float | None, Any]]) -> list[Table]:
-    """Return Tables VI and VII from (method, retrieval ratio, keys, beta), nothing where there is no control."""
+    """Return Tables VI, VII and IX from (method, retrieval ratio, keys, beta), those of which there is a control."""
+    return [*_reuse_table(rows), *_gate_table(rows)]
+
+
+def _gate_table(rows: Sequence[tuple[str, float | None, float | None, Any]]) -> list[Table]:
+    gates = [(parse_method(row[0]).gate, *row) for row in rows if row[0].startswith("cis")]  # type: ignore[attr-defined]
+    if {gate for gate, *_ in gates} <= {"query"}:
+        return []
+    found = [
+        [method, gate, number(ratio, 3), number(keys, 0), interval(beta, 4)]
+        + [number(score, 2) for score in paper.GATES.get(gate, (None, None))]
+        for gate, method, ratio, keys, beta in gates
+    ]
+    header = ("method", "gate", "rho", "keys", "beta", "paper: s = 8", "paper: s = 16")
+    note = (
+        "The paper has scores (higher is better), beta is mass (lower is better): compare the order, at an equal rho."
+    )
+    return [Table("Table IX: what the gate compares", header, found, note, paper=("Table IX",))]
+
+
+def _reuse_table(rows: Sequence[tuple[str, float | None, float | None, Any]]) -> list[Table]:
     known = [
         (row, paper.CONTROLS[row[0].partition(":")[0]]) for row in rows if row[0].partition(":")[0] in paper.CONTROLS
     ]
