@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= eval,plot,dev
 PYTEST_ARGS ?=
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
@@ -36,7 +37,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	  "error: $(PYTHON) is Python %d.%d, but prehoc needs 3.11 to 3.13; name another: make PYTHON=python3.12" % v[:2])'
 	"$(PYTHON)" -m venv "$(VENV)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c "$(CONSTRAINTS)" setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c "$(CONSTRAINTS)" --no-build-isolation -e ".[eval,plot,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c "$(CONSTRAINTS)" --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch "$@"
 
 clean:
