@@ -14,7 +14,7 @@ from torch import Tensor
 from prehoc import kernels
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_bool, check_choice, check_int, check_range
 from prehoc.kernels import host
-from prehoc.methods import _compact, _gate
+from prehoc.methods import _gate, _gathered
 from prehoc.methods._cheap import SCALE_BYTES, codes_of
 from prehoc.methods._retrieval import DILATE_SHARE, Middle, as_selection, cover, retrieve_lists
 from prehoc.selection import Decision, Plan, Selection, State, Step
@@ -173,7 +173,7 @@ class CIS:
             )
             today = self._store(step, state, lists, unit, need, chosen, boundary)
             if copies:
-                _compact.refill(state, step, chosen, lists[0])
+                _gathered.refill(state, step, chosen, lists[0])
         indices, lengths = today or (state["indices"], state["lengths"])
         if not all(middle.counted):
             state["age"].masked_fill_(~torch.tensor(middle.counted, device=device)[:, None], -1)
@@ -248,7 +248,7 @@ class CIS:
                 indices.scatter_(2, slots, step.columns - 1)
                 lengths.add_(1).clamp_(max=last + 1)
                 if "keys" in state:
-                    _compact.append(state, step, slots)
+                    _gathered.append(state, step, slots)
             else:  # the last `local` entries are consecutive columns: all move on by one
                 at = torch.arange(indices.shape[2], device=indices.device)
                 indices += (at < lengths[..., None]) & (at >= lengths[..., None] - self.local)

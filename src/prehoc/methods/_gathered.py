@@ -1,4 +1,4 @@
-"""Compact copies of the selected keys and values, kept while a set is shared.
+"""Gathered copies of the selected keys and values, kept while a set is shared.
 
 Plain torch gathers rows at a fraction of the memory bandwidth, so a set that serves several steps is gathered once. Native
 kernels read the selected rows in place and do without.
