@@ -1,0 +1,88 @@
+"""The tables of docs/results.md, from the summaries of evaluation runs beside this script and their trends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def runs_section() -> str:
+    """Return every table of every published run."""
+    return "\n".join(run_section(path) for path in sorted(FOLDER.glob("eval_*_*.json")))
+
+
+def run_section(path: Path) -> str:
+    """Return the tables of one run."""
+    document = json.loads(path.read_text())
+    asked = "question decoded" if document["decode_question"] else "query-aware prefill"
+    lines = [f"\n### {document['model']}, {path.stem.split('_')[-1]}\n", "```", document["command"], "```", ""]
+    for table in document["tables"]:
+        head = [f"**{table['task']}**, n = {table['rows'][0]['n']}, {asked}, {document['dtype']}"]
+        if table["refused"]:
+            lines += [*head, f"refused: {table['refused']}", ""]
+            continue
+        if table["not_informative"]:
+            head.append(
+                "**not informative**: dense is at the floor of the task, so only mass and agreement say something"
+            )
+        metrics = list(table["rows"][0]["scores"])
+        columns = [column for metric in metrics for column in (metric, f"{metric} to dense")]
+        columns += ["same tokens", "KL", "decoded", "keys", "bytes of dense", "rho", "mass", "beta"]
+        lines += ["; ".join(head) + "\n", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        lines += [_line(row, metrics) for row in table["rows"]]
+        lines += [f"\n{note}" for note in table["notes"]] + [""]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict[str, Any], metrics: list[str]) -> str:
+    cells = []
+    for metric in metrics:
+        score = row["scores"][metric]
+        cells += [_interval(score, 2), _interval(score.get("difference"), 2) if row["method"] != "dense" else ""]
+    cells.append("" if row["agreement"] is None else f"{row['agreement']:.2f}")
+    cells.append(_interval(row["kl"], 3) if row["method"] != "dense" else "")
+    cells.append(str(row["decoded"]))
+    cells += [_number(row.get("keys"), "{:.0f}"), _number(row.get("bytes_share"), "{:.0%}")]
+    cells.append(_number(row.get("retrieval_ratio"), "{:.3f}"))
+    cells += [_interval(row["retained_mass"], 3), _interval(row["beta"], 3)]
+    name = f"`{row['method']}`" + (" *covered*" if row["covered"] else "")
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+def trends_section() -> str:
+    """Return what the paper says should come out, and what did."""
+    rows = json.loads((FOLDER / "eval_trends.json").read_text())["rows"]
+    lines = []
+    for claim in dict.fromkeys(row["claim"] for row in rows):
+        lines += [
+            f"\n**{claim}** (first minus second)\n",
+            "| run | task | keys | first | second | retained mass | scores |",
+            "|---" * 7 + "|",
+        ]
+        for row in rows:
+            if row["claim"] != claim:
+                continue
+            scores = [
+                f"{name.removeprefix('score_')} {_interval(row[name], 3)} (n = {row[name]['n']})"
+                for name in row
+                if name.startswith("score_")
+            ]
+            mass = f"{_interval(row['mass'], 4)} (n = {row['mass']['n']})" if "mass" in row else ""
+            lines.append(
+                f"| {row['model']} | {row['task']} | {row['budget']} | `{row['first']}` | `{row['second']}` | {mass} "
+                f"| {'; '.join(scores)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _interval(found: dict[str, Any] | None, digits: int) -> str:
+    if found is None or found.get("mean") is None:
+        return ""
+    return f"{found['mean']:.{digits}f} [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
