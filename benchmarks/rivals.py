@@ -113,7 +113,11 @@ def main() -> None:
     for ids in cut.tokens:
         seen = trace(model, ids, given.prompt_tokens, given.steps, "dense", observe=True, record=("qk",))
         found.setdefault(("dense", None), []).append(measures(seen))
-        light = {str(key): method for key, method in labels.items() if key[0].partition(":")[0] not in PROMPT_ROWS}
+        light = {
+            str(key): method
+            for key, method in labels.items()
+            if key[0].partition(":")[0] not in PROMPT_ROWS and not method.plan().reads_hidden
+        }
         traces = replay(seen, light, backend=seen.meta["backend"])
         for key, method in labels.items():
             one = traces.get(str(key)) or trace(model, ids, given.prompt_tokens, given.steps, method, observe=True)
