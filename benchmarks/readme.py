@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_tables
+import eval_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "img" / "dense_and_cpe.png"
@@ -181,6 +182,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
         "decode": bench_tables.decode_sections,
         "prefill": bench_tables.prefill_sections,
     },
+    ROOT / "docs" / "results.md": {"trends": eval_tables.trends_section, "runs": eval_tables.runs_section},
     ROOT / "docs" / "methods" / "cis.md": {"passkey": passkey_section, "sweep": sweep_section},
 }
 

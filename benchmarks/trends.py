@@ -45,7 +45,6 @@ def main() -> None:
 
 def trends(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of one run."""
-    run = json.loads((folder / "run.json").read_text())
     summary = json.loads((folder / "summary.json").read_text())
     found = []
     for table in summary["tables"]:
@@ -64,7 +63,7 @@ def trends(folder: Path) -> list[dict[str, Any]]:
                 first, second = (by_method[str(name)] for name in names)
                 row = {
                     "run": folder.name,
-                    "model": run["model"],
+                    "model": summary["model"],
                     "task": table["task"],
                     "budget": budget,
                     "claim": claim,
@@ -96,7 +95,7 @@ def _differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> d
             for line in first
             if line["sample"] in theirs and line["scores"][metric] is not None
         ]
-        if pairs:
+        if any(pairs):  # the prefill of decode methods is the same
             out[f"score_{metric}"] = _interval(pairs)
     batches = [{line["batch"]: line["retained_mass"] for line in lines if line["audited"]} for lines in (first, second)]
     masses = [batches[0][batch] - batches[1][batch] for batch in batches[0] if batch in batches[1]]
