@@ -67,8 +67,8 @@ METHODS: dict[str, tuple[str, str]] = {
     ),
     "oracle-topp": ("oracle_topp:mass=0.5,local=6", "oracle_topp:local=90"),
     "quest": (f"quest:{SMALL},page_size=2,dense_layers=1", f"quest:{COVER},page_size=2,dense_layers=1"),
-    "cis-key": (f"cis_key:{CIS},tau=0.2", f"cis_key:{COVER_CIS}"),
-    "cis-hidden": (f"cis_hidden:{CIS}", f"cis_hidden:{COVER_CIS}"),
+    "cis-key": (f"cis_key:{CIS},tau=0.1", f"cis_key:{COVER_CIS}"),  # random models: larger cosines are rare
+    "cis-hidden": (f"cis_hidden:{CIS},tau=0.1", f"cis_hidden:{COVER_CIS}"),
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # largest logit error against stock, for logits of standard deviation 1.8: rounding of another order of summation

@@ -87,8 +87,8 @@ def test_all_methods_share_one_graph_and_equal_eager_steps(pad: tuple[int, ...],
 def test_a_gate_on_hidden_states_has_a_graph_of_its_own(counter: Any) -> None:
     net = small()
     ids, mask = padded((5, 0), END)
-    hidden = f"cis_hidden:critical=8,{SIZES},block_size=4"
-    for method, graphs in ((METHODS[1], 1), (hidden, 2), (METHODS[1], 2), (hidden, 2), ("cis_key:critical=8", 2)):
+    hidden, key = (f"cis_{gate}:critical=8,{SIZES},block_size=4,tau=0.1" for gate in ("hidden", "key"))
+    for method, graphs in ((METHODS[1], 1), (hidden, 2), (METHODS[1], 2), (hidden, 2), (key, 2)):
         both(net, method, ids, mask)
         assert counter.frame_count == graphs
 

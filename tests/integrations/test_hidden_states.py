@@ -13,7 +13,7 @@ from families import FAMILIES, cache_name, padded, sparsify, tokens
 from prehoc.selection import Decision, Step
 
 PROMPT, END = 50, 58
-METHOD = "cis_hidden:sink=2,local=6,critical=10,block_size=4"
+METHOD = "cis_hidden:sink=2,local=6,critical=10,block_size=4,tau=0.1"
 
 
 class Seen:
