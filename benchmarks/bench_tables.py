@@ -90,11 +90,11 @@ def _time(row: dict[str, Any]) -> str:
 
 def decode_sections() -> str:
     """Return every benchmark of the decode step."""
-    return "".join(decode_section(path, "../benchmarks") for path in sorted(FOLDER.glob("decode*.json")))
+    return "".join(decode_section(path) for path in sorted(FOLDER.glob("decode*.json")))
 
 
-def decode_section(path: Path, folder: str) -> str:
-    """Return the tables of one benchmark of the decode step; its data lies in `folder` as seen from the document."""
+def decode_section(path: Path) -> str:
+    """Return the tables of one benchmark of the decode step."""
     document = json.loads(path.read_text())
     machine = document["machine"]
     lines = []
@@ -103,7 +103,7 @@ def decode_section(path: Path, folder: str) -> str:
         lines += [
             f"\n{cell['batch']} x {cell['context']} tokens, {kernels}: median milliseconds of a decode step, "
             f"{document['dtype']}, {machine['torch_threads']} threads of {machine['cpu']}, stream "
-            f"{cell['stream_bytes_per_second'] / 1e9:.0f} GB/s ([data and command]({folder}/{path.name}))\n",
+            f"{cell['stream_bytes_per_second'] / 1e9:.0f} GB/s ([data and command](../benchmarks/{path.name}))\n",
             "| | ms | faster than sdpa | than our dense | attention | selection | rest | MB read | retained mass |",
             "|---|---|---|---|---|---|---|---|---|",
         ]

@@ -178,7 +178,31 @@ class SdpaRow:
         books.decision(step, step.v.shape[3], decision)
 
 
-class FlexRow:
+class _PatternRow:
+    """What rows share that act on another row's selection: that row decides beside them, untimed."""
+
+    fixed = True
+    extra_bytes = 0
+
+    def __init__(self, kind: str, pattern: MethodRow, columns: int) -> None:
+        self.name = f"{kind} ({pattern.name})"
+        self.pattern = pattern
+        self._columns = columns
+
+    def begin(self) -> None:
+        """Forget the pattern's state."""
+        self.pattern.begin()
+
+    def skip(self, step: Step) -> None:
+        """Advance the pattern's state."""
+        self.pattern.skip(step)
+
+    def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
+        """Return the decision's selection."""
+        return decision.selection
+
+
+class FlexRow(_PatternRow):
     """FlexAttention with the BlockMask of what another row selects; building the mask is timed apart.
 
     Parameters
@@ -189,22 +213,9 @@ class FlexRow:
         Columns of the buffers.
     """
 
-    fixed = True
-    extra_bytes = 0
-
     def __init__(self, pattern: MethodRow, columns: int) -> None:
-        self.name = f"flex ({pattern.name})"
-        self.pattern = pattern
-        self._columns = columns
+        super().__init__("flex", pattern, columns)
         self._mask: Pattern | None = None
-
-    def begin(self) -> None:
-        """Forget the pattern's state."""
-        self.pattern.begin()
-
-    def skip(self, step: Step) -> None:
-        """Advance the pattern's state."""
-        self.pattern.skip(step)
 
     def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
         """Build the mask of the pattern and attend with it."""
@@ -222,10 +233,6 @@ class FlexRow:
         end = now(device)
         return out, decision, {"mask": between - begin, "attention": end - between}
 
-    def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
-        """Return the decision's selection."""
-        return decision.selection
-
     def book(self, books: Books, step: Step, decision: Decision) -> None:
         """Enter the blocks that were read: one read of a block serves its group at best."""
         assert self._mask is not None
@@ -239,7 +246,7 @@ class FlexRow:
         traffic.bytes_dense += b * hkv * n * pair
 
 
-class ReadRow:
+class ReadRow(_PatternRow):
     """A yardstick, no attention: the keys and values that another row attends to are read and nothing is computed with them.
 
     Its time, measured between the others, is the least that this memory allows for that row now, whatever a kernel does.
@@ -252,21 +259,8 @@ class ReadRow:
         Columns of the buffers, all of which are read where the pattern reads every key.
     """
 
-    fixed = True
-    extra_bytes = 0
-
     def __init__(self, pattern: MethodRow, columns: int) -> None:
-        self.name = f"read ({pattern.name})"
-        self.pattern = pattern
-        self._columns = columns
-
-    def begin(self) -> None:
-        """Forget the pattern's state."""
-        self.pattern.begin()
-
-    def skip(self, step: Step) -> None:
-        """Advance the pattern's state."""
-        self.pattern.skip(step)
+        super().__init__("read", pattern, columns)
 
     def run(self, step: Step) -> tuple[Tensor, Decision, dict[str, float]]:
         """Read; the output is empty."""
@@ -281,10 +275,6 @@ class ReadRow:
         for buffer in buffers:
             ops.stream(buffer, 1)
         return step.q[:0], Decision(None), {"attention": now(device) - begin}
-
-    def selected(self, step: Step, decision: Decision) -> Selection | Window | None:
-        """Return the decision's selection."""
-        return decision.selection
 
     def book(self, books: Books, step: Step, decision: Decision) -> None:
         """Enter the reads."""
