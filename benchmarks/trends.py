@@ -2,7 +2,7 @@
 
 python benchmarks/trends.py RUN... > benchmarks/eval_trends.json
 
-RUN are folders of `prehoc eval`. Scores are paired by sample; retained mass by batch, whose rows are audited together.
+RUN are folders of `prehoc eval`. Scores and retained mass are paired by sample.
 """
 
 from __future__ import annotations
@@ -97,8 +97,11 @@ def _differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> d
         ]
         if any(pairs):  # the prefill of decode methods is the same
             out[f"score_{metric}"] = _interval(pairs)
-    batches = [{line["batch"]: line["retained_mass"] for line in lines if line["audited"]} for lines in (first, second)]
-    masses = [batches[0][batch] - batches[1][batch] for batch in batches[0] if batch in batches[1]]
+    masses = [
+        line["retained_mass"] - theirs[line["sample"]]["retained_mass"]
+        for line in first
+        if line["audited"] and theirs.get(line["sample"], {}).get("audited")
+    ]
     if masses:
         out["mass"] = _interval(masses)
     return out

@@ -40,7 +40,7 @@ class Auditor:
             if covered and not step.masked[row]:
                 continue
             weights = head_weights(step, row, head, hs)  # [G, n - pad]
-            books.audit(_retained(weights, step, row, head, chosen).mean().view(1))
+            books.audit(row, _retained(weights, step, row, head, chosen).mean())
 
 
 def head_weights(step: Step, row: int, head: int, selection_heads: int) -> Tensor:

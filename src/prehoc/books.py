@@ -92,6 +92,7 @@ class Books:
         self.decode_seconds: list[float] = []
         self._pending: list[_Pending] = []
         self._audits: list[Tensor] = []
+        self.audited_rows: list[int] = []  # the batch row of each, as it was numbered in that step
 
     def decision(self, step: Step, v_dim: int, decision: Decision) -> None:
         """Enter one layer of one decode step; keys are counted per selection head, dense bytes per KV head."""
@@ -177,9 +178,10 @@ class Books:
         p.operations += 4 * pairs * heads * dim
         p.operations_dense += 4 * dense * heads * dim
 
-    def audit(self, mass: Tensor) -> None:
-        """Keep audited retained masses (float32, any shape)."""
-        self._audits.append(mass.flatten())
+    def audit(self, row: int, mass: Tensor) -> None:
+        """Keep the audited retained mass (a float32 scalar) of one triple of a batch row."""
+        self._audits.append(mass)
+        self.audited_rows.append(row)
 
     def flush(self) -> None:
         """Read the device counts that are still pending."""
@@ -205,7 +207,7 @@ class Books:
 
     def audited(self) -> Tensor:
         """Return the audited retained masses so far, float32 ``[n]`` on the CPU."""
-        return torch.cat([a.cpu() for a in self._audits]) if self._audits else torch.empty(0)
+        return torch.stack(self._audits).cpu() if self._audits else torch.empty(0)
 
 
 def window_keys(columns: int, pad: int, start: int, sink: int) -> int:

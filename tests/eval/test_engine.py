@@ -57,7 +57,7 @@ def alone(model: torch.nn.Module, method: str, ids: list[int], new: int) -> list
 
 
 def run(model: torch.nn.Module, method: str, prompts: list[list[int]], asks: list[Ask], **more: object) -> Batch:
-    engine, parsed = Engine(model, "reference", audit=0.5), parse_method(method)
+    engine, parsed = Engine(model, "reference", audit=1.0), parse_method(method)
     read = engine.prefill(parsed, prompts, max(ask.columns for ask in asks))
     return engine.decode(parsed, read, asks, ended=never, **more)  # type: ignore[arg-type]
 
@@ -103,6 +103,9 @@ def test_rows_of_a_padded_batch_are_rows_alone(request: pytest.FixtureRequest, f
         (single,) = run(model, method, [ids], [ask]).rows
         assert together[i].tokens == single.tokens
         assert together[i].steps == single.steps == len(ask.forced) + len(single.tokens) - 1
+        assert together[i].masses == pytest.approx(single.masses, abs=1e-6)
+        if (family, i) == ("llama", 0) and method.startswith("cis"):
+            assert single.masses
 
 
 def test_a_fed_question_is_read_as_part_of_the_prompt_would_be(llama: LlamaForCausalLM) -> None:

@@ -69,9 +69,10 @@ def test_rows_by_hand() -> None:
     assert cis["kl"]["mean"] == 0.25 and cis["agreement"] == 0.5 and dense["kl"] is None
 
 
-def test_audits_of_a_batch_count_once() -> None:
-    rows = [line(f"s{i}", name, 1.0, batch="s0") for i in range(2) for name in NAMES]
-    rows += [line("s2", name, 1.0, audited=40, retained_mass=0.6) for name in NAMES]
+def test_audits_are_those_of_each_sample() -> None:
+    rows = [line("s1", name, 1.0, batch="s1") for name in NAMES]
+    rows += [line("s2", name, 1.0, batch="s1", audited=40, retained_mass=0.6) for name in NAMES]
+    rows += [line("s3", name, 1.0, batch="s1", audited=0, retained_mass=None) for name in NAMES]  # ended at once
     found = summarise(TASKS["kv_retrieval"], METHODS, rows, decode_question=False)["rows"]
     assert found[2]["retained_mass"]["n"] == 4 + 40
     # every sample counts the same, however many of its triples were audited

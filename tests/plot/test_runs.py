@@ -21,7 +21,7 @@ def test_every_committed_result_is_recognised() -> None:
     assert kinds["decode_short.json"] == "decode" and kinds["demo.json"] == "demo"
     assert kinds["tune_cis_smollm2.json"] == "tune cis" and kinds["tune_prefill_smollm2.json"] == "tune prefill"
     assert kinds["rivals_smollm2.json"] == kinds["rivals_depth_smollm2.json"] == "rivals"
-    assert kinds["theory_looseness.json"] == "theory"
+    assert kinds["theory_looseness.json"] == "theory" and kinds["eval_trends.json"] == "trends"
 
 
 def test_folders_and_traces(tmp_path: Path, tiny_llama: Callable[..., Path]) -> None:

@@ -96,6 +96,8 @@ class Decoded:
         KL(dense || method) in nats at the first steps whose prefix is dense's own.
     log_probs : list of Tensor
         float32 ``[V]`` of those first steps, when asked for.
+    masses : list of float
+        Audited retained masses.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -104,6 +106,7 @@ class Decoded:
     nll: list[float] = dataclasses.field(default_factory=list)
     kl: list[float] = dataclasses.field(default_factory=list)
     log_probs: list[Tensor] = dataclasses.field(default_factory=list)
+    masses: list[float] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +119,12 @@ class Batch:
         In the order of the prompts.
     traffic : Traffic
         Of all rows.
-    masses : tuple of float
-        Audited retained masses.
     seconds : float
         Wall time.
     """
 
     rows: list[Decoded]
     traffic: Traffic
-    masses: tuple[float, ...]
     seconds: float
 
 
@@ -221,6 +221,7 @@ class Engine:
         """
         rows = [Decoded() for _ in asks]
         cache, mask, active = fork(prompt.cache), prompt.mask, list(range(len(asks)))
+        audited: list[int] = []  # the row of each audit; a row's place in the batch changes when others have ended
         began = time.perf_counter()
         with sparsify(self.model, method, backend=self._backend, audit=self._audit, seed=seed) as session:
             logits = prompt.logits
@@ -247,10 +248,12 @@ class Engine:
                 logits = self.model(**step, **_padded(mask, 1, self.model.device)).logits[:, -1]
                 for r in active:
                     rows[r].steps += 1
+                audited += [active[i] for i in session.books.audited_rows[len(audited) :]]
                 tick()
             session.books.flush()
-            masses = tuple(session.books.audited().tolist())
-            return Batch(rows, session.books.traffic, masses, time.perf_counter() - began)
+            for r, mass in zip(audited, session.books.audited().tolist(), strict=True):
+                rows[r].masses.append(mass)
+            return Batch(rows, session.books.traffic, time.perf_counter() - began)
 
 
 def _padded(mask: Tensor | None, new: int, device: Any) -> dict[str, Tensor]:

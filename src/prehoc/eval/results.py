@@ -14,7 +14,7 @@ import filelock
 from prehoc import provenance
 from prehoc.files import write_document
 
-FORMAT = 1
+FORMAT = 2
 Line = dict[str, Any]
 
 

@@ -201,7 +201,6 @@ class TaskRun:
         for name, value in scores.items():
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{self.task.name}, sample {item.sample.id}, {describe(method)}: {name} is {value}")
-        masses = batch.masses
         return {
             "sample": item.sample.id,
             "digest": item.digest,
@@ -219,10 +218,10 @@ class TaskRun:
             "kl_steps": len(row.kl),
             "batch": items[0].sample.id,
             "batch_rows": many,
-            # a batch is counted as one: its rows have equal shares
+            # what a batch read is counted as one: its rows have equal shares
             "traffic": {name: value / many for name, value in _counts(batch).items()},
-            "audited": len(masses),
-            "retained_mass": math.fsum(masses) / len(masses) if masses else None,
+            "audited": len(row.masses),
+            "retained_mass": math.fsum(row.masses) / len(row.masses) if row.masses else None,
             "seconds": batch.seconds / many,
             "prefill_seconds": prompt.seconds / many,
             "prefill_operations": prompt.operations / many,

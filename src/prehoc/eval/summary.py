@@ -143,29 +143,25 @@ def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _batches(lines: Sequence[Line]) -> dict[str, Line]:
-    """Return one audited line a batch: its rows were audited together."""
-    return {line["batch"]: line for line in lines if line["audited"]}
-
-
 def _masses(lines: Sequence[Line]) -> dict[str, Any] | None:
-    """Return the mean over samples (batches) of their audited masses with its interval, and n audited triples."""
-    found = list(_batches(lines).values())
-    interval = _interval([line["retained_mass"] for line in found])
-    return None if interval is None else {**interval, "n": sum(line["audited"] for line in found)}
+    """Return the mean over samples of their audited masses with its interval, and n audited triples."""
+    interval = _interval([line["retained_mass"] for line in lines if line["audited"]])
+    return None if interval is None else {**interval, "n": sum(line["audited"] for line in lines)}
 
 
 def _beta(
     method: Method, methods: Sequence[Method], by_method: Mapping[str, Mapping[str, Line]]
 ) -> dict[str, float] | None:
-    """Return the audited mass of the oracle of the same size minus the method's own, paired by batch."""
+    """Return the audited mass of the oracle of the same size minus the method's own, paired by sample."""
     size = _size(method)
     oracle = next((one for one in methods if one.name == "oracle" and _size(one) == size), None)
     if size is None or oracle is None or method.name == "oracle":
         return None
-    theirs = _batches(list(by_method[describe(oracle)].values()))
-    ours = _batches(list(by_method[describe(method)].values()))
-    return _interval([theirs[b]["retained_mass"] - ours[b]["retained_mass"] for b in ours if b in theirs])
+    theirs, ours = (
+        {name: line["retained_mass"] for name, line in by_method[describe(one)].items() if line["audited"]}
+        for one in (oracle, method)
+    )
+    return _interval([theirs[name] - mass for name, mass in ours.items() if name in theirs])
 
 
 def _size(method: Method) -> tuple[Any, ...] | None:

@@ -29,6 +29,30 @@ def evaluation(run: Run) -> list[Block]:
     return blocks
 
 
+def trends(run: Run) -> list[Block]:
+    """Return the paired differences of ``benchmarks/trends.py``, a table for each thing that the paper says."""
+    header = ("first", "second", "run", "task", "keys", "retained mass", "scores")
+    return [
+        Table(
+            claim[:1].upper() + claim[1:],
+            header,
+            [_trend(row) for row in run.document["rows"] if row["claim"] == claim],
+            "First minus second, with 95 % intervals and the number of pairs.",
+        )
+        for claim in dict.fromkeys(row["claim"] for row in run.document["rows"])
+    ]
+
+
+def _trend(row: Row) -> list[str]:
+    scores = [f"{name[6:]} {_paired(found)}" for name, found in row.items() if name.startswith("score_")]
+    mass = _paired(row["mass"]) if "mass" in row else ""
+    return [row["first"], row["second"], row["run"], row["task"], str(row["budget"]), mass, "; ".join(scores)]
+
+
+def _paired(found: Row) -> str:
+    return f"{interval(found, 4, '+')} (n = {found['n']})"
+
+
 def _task(table: Row) -> list[Block]:
     task, rows = table["task"], table["rows"]
     metric = next(iter(rows[0]["scores"]))

@@ -16,6 +16,7 @@ KINDS: dict[str, tuple[str, Callable[[Run], list[Block]]]] = {
     "prefill": ("Prefill", figures_bench.prefill),
     "demo": ("Demo", figures_bench.demo),
     "eval": ("Evaluation", figures_eval.evaluation),
+    "trends": ("Paired differences of methods", figures_eval.trends),
     "rivals": ("Every method on the same queries and keys", figures_rivals.rivals),
     "tune cis": ("Settings of CIS", figures_tune.tune_cis),
     "tune prefill": ("Settings of PSAW and ETF", figures_tune.tune_prefill),

@@ -12,7 +12,7 @@ from prehoc.trace import Trace
 
 ACCEPTED = (
     "JSON of prehoc bench attention, decode or prefill, of tune cis or prefill, of demo --json, of "
-    "benchmarks/rivals.py or theory_looseness.py; the folder of prehoc eval or its summary.json; a trace (npz)"
+    "benchmarks/rivals.py, theory_looseness.py or trends.py; the folder of prehoc eval or its summary.json; a trace (npz)"
 )
 
 
@@ -24,7 +24,7 @@ class Run:
     ----------
     kind : str
         What wrote it: ``attention``, ``decode``, ``prefill``, ``tune cis``, ``tune prefill``, ``theory``, ``rivals``,
-        ``demo``, ``eval`` or ``trace``.
+        ``demo``, ``eval``, ``trends`` or ``trace``.
     name : str
         The name of its file or folder.
     document : mapping
@@ -80,7 +80,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _kind(document: Mapping[str, Any]) -> str | None:
     """Return what wrote a document, None for anything else."""
-    if document.get("benchmark") in ("attention", "decode", "prefill"):
+    if document.get("benchmark") in ("attention", "decode", "prefill", "trends"):
         return str(document["benchmark"])
     keys = document.keys()
     first = (document.get("rows") or document.get("runs") or [{}])[0]
