@@ -126,6 +126,7 @@ def decode_summary() -> str:
     ]
     for path in sorted(FOLDER.glob("decode*.json")):
         document = json.loads(path.read_text())
+        machine = document["machine"]["cpu"].replace("(R)", "").removesuffix(" Processor")
         for cell in document["cells"]:
             times = {row["system"]: row["step_ms"] for row in cell["rows"]}
             if cell["rows"][1]["backend"] != "cpu":
@@ -139,7 +140,7 @@ def decode_summary() -> str:
                 *(f"{ms:.1f}" if ms is not None else "" for ms in (stock, ours, oracle, cis)),
             ]
             cells += [f"{ms / cis:.2f}x" for ms in (times["sdpa"], stock, ours)]
-            where = f"{cell['batch']} x {cell['context']} tokens ([data](benchmarks/{path.name}))"
+            where = f"{cell['batch']} x {cell['context']} tokens, {machine} ([data](benchmarks/{path.name}))"
             lines.append(f"| {where} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -178,6 +178,9 @@ def test_buffers_exceed_the_cache_and_half_of_the_memory_is_the_most(monkeypatch
     assert held.layers == 4 and [len(copies) for copies in held.copies] == [2] * 4
     monkeypatch.setattr(memory, "free_bytes", lambda device: 6 * one)
     assert Held.of(CELL, setup(), 4).layers == 3
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * one)  # five may be held, of four layers
+    held = Held.of(CELL, setup(), 4)
+    assert held.layers == 4 and [len(copies) for copies in held.copies] == [1] * 4
     monkeypatch.setattr(memory, "free_bytes", lambda device: one)
     assert Held.of(CELL, setup(), 4).layers == 1
 

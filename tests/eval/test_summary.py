@@ -42,6 +42,7 @@ def line(sample: str, method: str, score: float, **more: Any) -> dict[str, Any]:
         "prefill_seconds": 2.0,
         "prefill_operations": 60.0,
         "prefill_operations_dense": 100.0,
+        "tags": {},
         "traffic": {**traffic, **more.pop("traffic", {})},
         **more,
     }
@@ -115,6 +116,17 @@ def test_dense_at_the_floor_says_nothing(scores: list[float], task: str, informa
     assert found["refused"] is None
     assert found["not_informative"] is not informative
     assert any("not informative" in note for note in found["notes"]) is not informative
+
+
+def test_a_task_is_split_by_its_tag() -> None:
+    lines = [
+        line(f"s{i}", name, 0) | {"scores": {"accuracy": score}, "tags": {"difficulty": level}}
+        for name in NAMES
+        for i, (score, level) in enumerate([(1.0, "hard"), (0.0, "easy"), (0.0, "hard"), (1.0, None)])
+    ]
+    split = summarise(TASKS["longbench2"], METHODS, lines, decode_question=True)["rows"][1]["split"]
+    assert list(split) == ["easy", "hard"] and split["easy"] == {"mean": 0, "low": None, "high": None, "n": 1}
+    assert (split["hard"]["mean"], split["hard"]["low"], split["hard"]["high"], split["hard"]["n"]) == (50, 0, 100, 2)
 
 
 def refused(lines: list[dict[str, Any]], task: str = "kv_retrieval") -> str:

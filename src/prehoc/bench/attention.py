@@ -109,7 +109,8 @@ class Held:
             advise_large_pages(buffer)  # as the engine's caches are
             return buffer
 
-        return cls(held, [[(buffer(), buffer()) for _ in range(math.ceil(count / held))] for _ in range(held)])
+        each = max(1, min(math.ceil(count / held), int(most // (one * held))))
+        return cls(held, [[(buffer(), buffer()) for _ in range(each)] for _ in range(held)])
 
     def fill(self, slot: int, inputs: LayerInputs) -> None:
         """Write a layer into all its copies, for every batch row."""

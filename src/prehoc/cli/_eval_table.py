@@ -31,8 +31,12 @@ def show(table: dict[str, Any], task: Task) -> None:
         scores.add_column(name, justify="right")
     for name in _READING:
         reading.add_column(name, justify="right")
+    for part, own in rows[0]["split"].items():
+        scores.add_column(f"{part}, n = {own['n']}", justify="right")
     for row in rows:
-        scores.add_row(row["method"], *(cell for metric in task.metrics for cell in _score(metric, row)), *_alike(row))
+        cells = [cell for metric in task.metrics for cell in _score(metric, row)]
+        parts = [f"{own['mean']:.1f}{_between(own, '.1f')}" for own in row["split"].values()]
+        scores.add_row(row["method"], *cells, *_alike(row), *parts)
         reading.add_row(row["method"], *_reading(row))
     _common.show(scores)
     _common.show(reading)

@@ -76,6 +76,7 @@ def _row(
         "query_aware": aware,
         "n": len(lines),
         "scores": {metric.name: _score(metric, own, dense) for metric in task.metrics},
+        "split": _split(task, lines),
         "decoded": decoded,
         "undecoded_samples": sum(line["decoded"] == 0 for line in lines),
         "selects": selects,
@@ -129,6 +130,19 @@ def _score(metric: Metric, own: Mapping[str, Line], dense: Mapping[str, Line]) -
         steps = [100 * value for value in mean_interval(pairs)] if pairs else []
     found["difference"] = dict(zip(("mean", "low", "high"), steps, strict=False)) or None
     return found
+
+
+def _split(task: Task, lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
+    """Return the first metric, its interval and n for each value of the tag that splits the task."""
+    by_value: dict[str, list[float]] = {}
+    for line in lines:
+        if task.split is not None and line["tags"].get(task.split) is not None:
+            by_value.setdefault(str(line["tags"][task.split]), []).append(line["scores"][task.metrics[0].name])
+    return {
+        value: dict(zip(("mean", "low", "high"), (100 * found for found in mean_interval(scores)), strict=True))
+        | {"n": len(scores)}
+        for value, scores in sorted(by_value.items())
+    }
 
 
 def _shown(metric: Metric, value: float) -> float:

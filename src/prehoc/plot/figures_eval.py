@@ -166,17 +166,19 @@ def _paper(task: str, rows: Sequence[Row]) -> list[Table]:
     if task not in paper.SCORES:
         return []
     theirs = paper.SCORES[task]
-    ours = [name for name in rows[0]["scores"]]
+    ours, parts = list(rows[0]["scores"]), rows[0].get("split") or {}
     found = [
         [
             row["method"],
             *(interval(row["scores"][name], 1) for name in ours),
+            *(interval(row["split"][part], 1) for part in parts),
             *(number(column.get(row["method"].partition(":")[0]), 2) for column in theirs.values()),
         ]
         for row in rows
     ]
     name = paper.TABLES[task]
-    header = ("method", *ours, *(f"paper: {column}" for column in theirs))
+    apart = [f"{part}, n = {own['n']}" for part, own in parts.items()]
+    header = ("method", *ours, *apart, *(f"paper: {column}" for column in theirs))
     note = "Methods at several budgets stand beside the one budget that the paper has; HShare at 28.1 % is hshare-1."
     return [Table(f"{name}: {task}", header, found, note, paper=(name,))]
 

@@ -225,6 +225,8 @@ class Task(abc.ABC):
         Whether the prompt is a user turn of the chat template.
     cuttable : bool
         Whether a document that is too long may lose its middle.
+    split : str or None
+        The tag by whose values the first metric is reported apart, too.
     """
 
     name: str
@@ -233,6 +235,7 @@ class Task(abc.ABC):
     stop: tuple[str, ...] = ()
     chat: bool = False
     cuttable: bool = dataclasses.field(default=True, kw_only=True)
+    split: str | None = dataclasses.field(default=None, kw_only=True)
 
     @abc.abstractmethod
     def load(self, context: Context) -> Loaded:

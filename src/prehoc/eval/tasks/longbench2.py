@@ -50,6 +50,6 @@ class LongBench2(Task):
 
 _METRICS = (Metric("accuracy", floor=25.0),)
 TASKS: tuple[Task, ...] = (
-    LongBench2("longbench2", _METRICS, 128, chat=True),
-    LongBench2("longbench2_cot", _METRICS, 1024, chat=True, reason=True),
+    LongBench2("longbench2", _METRICS, 128, chat=True, split="difficulty"),
+    LongBench2("longbench2_cot", _METRICS, 1024, chat=True, split="difficulty", reason=True),
 )
