@@ -124,6 +124,7 @@ def decode_summary() -> str:
         "| CIS against stock | against its best dense | against our dense |",
         "|---" * 9 + "|",
     ]
+    found = []
     for path in sorted(FOLDER.glob("decode*.json")):
         document = json.loads(path.read_text())
         machine = document["machine"]["cpu"].replace("(R)", "").removesuffix(" Processor")
@@ -141,8 +142,8 @@ def decode_summary() -> str:
             ]
             cells += [f"{ms / cis:.2f}x" for ms in (times["sdpa"], stock, ours)]
             where = f"{cell['batch']} x {cell['context']} tokens, {machine} ([data](benchmarks/{path.name}))"
-            lines.append(f"| {where} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            found.append(((cell["batch"], cell["context"]), f"| {where} | " + " | ".join(cells) + " |"))
+    return "\n".join([*lines, *(line for _, line in sorted(found))]) + "\n"
 
 
 def prefill_sections() -> str:
