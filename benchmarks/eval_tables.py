@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from prehoc.plot import figures_eval
+from prehoc.plot.runs import read_run
+
 FOLDER = Path(__file__).resolve().parent
 
 
@@ -53,28 +56,15 @@ def _line(row: dict[str, Any], metrics: list[str]) -> str:
 
 
 def trends_section() -> str:
-    """Return what the paper says should come out, and what did."""
-    rows = json.loads((FOLDER / "eval_trends.json").read_text())["rows"]
+    """Return what the paper says should come out, and what did, as the report shows it."""
     lines = []
-    for claim in dict.fromkeys(row["claim"] for row in rows):
+    for table in figures_eval.trends(read_run(FOLDER / "eval_trends.json")):
         lines += [
-            f"\n**{claim}** (first minus second)\n",
-            "| run | task | keys | first | second | retained mass | scores |",
-            "|---" * 7 + "|",
+            f"\n**{table.caption}** (first minus second)\n",
+            "| " + " | ".join(table.header) + " |",
+            "|---" * len(table.header) + "|",
         ]
-        for row in rows:
-            if row["claim"] != claim:
-                continue
-            scores = [
-                f"{name.removeprefix('score_')} {_interval(row[name], 3)} (n = {row[name]['n']})"
-                for name in row
-                if name.startswith("score_")
-            ]
-            mass = f"{_interval(row['mass'], 4)} (n = {row['mass']['n']})" if "mass" in row else ""
-            lines.append(
-                f"| {row['model']} | {row['task']} | {row['budget']} | `{row['first']}` | `{row['second']}` | {mass} "
-                f"| {'; '.join(scores)} |"
-            )
+        lines += [f"| `{first}` | `{second}` | " + " | ".join(rest) + " |" for first, second, *rest in table.rows]
     return "\n".join(lines) + "\n"
 
 

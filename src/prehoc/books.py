@@ -207,7 +207,7 @@ class Books:
 
     def audited(self) -> Tensor:
         """Return the audited retained masses so far, float32 ``[n]`` on the CPU."""
-        return torch.stack(self._audits).cpu() if self._audits else torch.empty(0)
+        return torch.stack([a.cpu() for a in self._audits]) if self._audits else torch.empty(0)
 
 
 def window_keys(columns: int, pad: int, start: int, sink: int) -> int:

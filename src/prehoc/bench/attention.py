@@ -109,7 +109,7 @@ class Held:
             advise_large_pages(buffer)  # as the engine's caches are
             return buffer
 
-        each = max(1, min(math.ceil(count / held), int(most // (one * held))))
+        each = max(1, min(math.ceil(count / held), most // (one * held)))
         return cls(held, [[(buffer(), buffer()) for _ in range(each)] for _ in range(held)])
 
     def fill(self, slot: int, inputs: LayerInputs) -> None:

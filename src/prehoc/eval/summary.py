@@ -121,8 +121,7 @@ def _score(metric: Metric, own: Mapping[str, Line], dense: Mapping[str, Line]) -
     values = {name: line["scores"][metric.name] for name, line in own.items()}
     if not values or None in values.values():
         return {"mean": None, "low": None, "high": None, "difference": None}
-    shown = [_shown(metric, value) for value in mean_interval(list(values.values()))]
-    found: dict[str, Any] = dict(zip(("mean", "low", "high"), shown, strict=True))
+    found: dict[str, Any] = _shown(metric, list(values.values()))
     pairs = [value - dense[name]["scores"][metric.name] for name, value in values.items() if name in dense]
     if metric.form == "perplexity":
         steps = [100 * math.expm1(value) for value in mean_interval(pairs)] if pairs else []
@@ -134,19 +133,19 @@ def _score(metric: Metric, own: Mapping[str, Line], dense: Mapping[str, Line]) -
 
 def _split(task: Task, lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
     """Return the first metric, its interval and n for each value of the tag that splits the task."""
-    by_value: dict[str, list[float]] = {}
+    if task.split is None:
+        return {}
+    metric, by_value = task.metrics[0], dict[str, list[float]]()
     for line in lines:
-        if task.split is not None and line["tags"].get(task.split) is not None:
-            by_value.setdefault(str(line["tags"][task.split]), []).append(line["scores"][task.metrics[0].name])
-    return {
-        value: dict(zip(("mean", "low", "high"), (100 * found for found in mean_interval(scores)), strict=True))
-        | {"n": len(scores)}
-        for value, scores in sorted(by_value.items())
-    }
+        if (value := line["tags"].get(task.split)) is not None:
+            by_value.setdefault(str(value), []).append(line["scores"][metric.name])
+    return {value: _shown(metric, scores) | {"n": len(scores)} for value, scores in sorted(by_value.items())}
 
 
-def _shown(metric: Metric, value: float) -> float:
-    return math.exp(value) if metric.form == "perplexity" else 100 * value
+def _shown(metric: Metric, values: Sequence[float]) -> dict[str, float]:
+    """Return mean and 95 % interval in shown units."""
+    shown = [math.exp(x) if metric.form == "perplexity" else 100 * x for x in mean_interval(values)]
+    return dict(zip(("mean", "low", "high"), shown, strict=True))
 
 
 def _interval(values: Sequence[float]) -> dict[str, float] | None:

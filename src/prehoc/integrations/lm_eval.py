@@ -83,8 +83,8 @@ class PrehocLM(HFLM):  # type: ignore[misc]
             prompt = engine.prefill(self.method, [read], max(ask.columns for ask in asks))
             for i, ask in zip(numbers, asks, strict=True):
                 batch = engine.decode(self.method, prompt, [ask], ended=lambda tokens: None)
-                self._book(batch.traffic, [mass for row in batch.rows for mass in row.masses])
                 (row,) = batch.rows
+                self._book(batch.traffic, row.masses)
                 target = list(requests[i][2])
                 answers[i] = (-math.fsum(row.nll[len(last) :]), row.tokens[len(last) :] == target)
                 if requests[i][0] is not None:
