@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -177,6 +178,21 @@ def test_pip_failure_and_missing_pip(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_download.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(models.ModelError, match="has no pip.*ensurepip"):
         _download.pip_download("prehoc-no-such", "0.0", tmp_path, lambda size: None)
+
+
+def test_the_watch_passes_over_folders_that_pip_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip-wheel").mkdir()
+    (tmp_path / "pip-wheel" / "a.whl").write_bytes(bytes(7))
+    (tmp_path / "pip-unpack").mkdir()
+    list_folder = os.scandir
+
+    def scandir(path: str | os.PathLike[str]) -> object:
+        if Path(path).name == "pip-unpack":
+            Path(path).rmdir()  # between the listing of its parent and its own
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert _download._largest(tmp_path) == 7
 
 
 def test_pip_download_takes_a_wheel_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,11 +137,12 @@ def assemble(entry: Entry, wheels: list[Path], work: Path, report: Progress) -> 
 def _largest(folder: Path) -> int:
     """Size in bytes of the largest file below `folder`: the wheel pip is writing."""
     largest = 0
-    for file in folder.rglob("*"):
-        try:
-            largest = max(largest, file.stat().st_size)
-        except OSError:  # pip removed it meanwhile
-            continue
+    for parent, _, names in os.walk(folder):  # which passes over folders that pip removed meanwhile; rglob does not
+        for name in names:
+            try:
+                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
+            except OSError:  # the file was removed meanwhile
+                continue
     return largest
 
 
