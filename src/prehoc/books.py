@@ -188,14 +188,14 @@ class Books:
         t = self.traffic
         if not self._pending:
             return
-        alike: dict[tuple[int, ...], list[_Pending]] = {}
+        alike: dict[tuple[torch.device, torch.Size], list[_Pending]] = {}  # layers may lie on several devices
         for entry in self._pending:
-            alike.setdefault(tuple(entry.lengths.shape), []).append(entry)
+            alike.setdefault((entry.lengths.device, entry.lengths.shape), []).append(entry)
         for entries in alike.values():
             lengths = torch.stack([entry.lengths for entry in entries])  # [n, B, Hs]
             retrieved = torch.stack([entry.retrieved for entry in entries])
             counts = torch.stack([lengths, retrieved, lengths * retrieved]).sum(3)  # [3, n, B]
-            for entry, keys, hits, both in zip(entries, *counts.tolist(), strict=True):  # the one read of the device
+            for entry, keys, hits, both in zip(entries, *counts.tolist(), strict=True):  # the one read of a device
                 t.keys_read += sum(keys)
                 t.bytes_processed += sum(keys) * entry.pair_bytes
                 t.bytes_copied += sum(both) * entry.pair_bytes * entry.copied
