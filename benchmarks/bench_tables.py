@@ -127,7 +127,7 @@ def decode_summary() -> str:
     found = []
     for path in sorted(FOLDER.glob("decode*.json")):
         document = json.loads(path.read_text())
-        machine = document["machine"]["cpu"].replace("(R)", "").removesuffix(" Processor")
+        machine = document["machine"]["cpu"].replace("(R)", "").replace(" Processor", "")
         for cell in document["cells"]:
             times = {row["system"]: row["step_ms"] for row in cell["rows"]}
             if cell["rows"][1]["backend"] != "cpu":

@@ -12,6 +12,9 @@ from typing import Any
 
 from prehoc import config
 
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+"""Vector instructions by their name in /proc/cpuinfo, widest first."""
+
 
 def machine() -> dict[str, Any]:
     """Return processor, its number of cores, torch threads and accelerators."""
@@ -45,8 +48,11 @@ def version(package: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """Return the processor's name."""
-    return cpuinfo("model name") or platform.processor() or platform.machine()
+    """Return the processor's name and its widest vectors: hosts give processors years apart the same name."""
+    name = cpuinfo("model name") or platform.processor() or platform.machine()
+    flags = (cpuinfo("flags") or cpuinfo("Features") or "").split()
+    widest = next((vectors for flag, vectors in VECTORS.items() if flag in flags), None)
+    return f"{name} with {widest}" if widest else name
 
 
 def cpuinfo(key: str) -> str | None:
