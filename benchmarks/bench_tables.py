@@ -20,13 +20,15 @@ def attention_sections() -> str:
 
 def attention_section(path: Path) -> str:
     document = json.loads(path.read_text())
-    settings, stream = document["settings"], document["stream_bytes_per_second"]
+    settings = document["settings"]
     cells = [cell for cell in document["cells"] if "rows" in cell]
+    streams = [_stream(cell) for cell in cells]  # what the percentages of each cell refer to
+    spread = " to ".join(dict.fromkeys(f"{stream:.1f}" for stream in (min(streams), max(streams))))
     inputs = ", ".join(sorted({one["model"]["name"] if "model" in one else "random" for one in settings["inputs"]}))
     checked = "every row passed --refcheck" if settings["refcheck"] else "without --refcheck"
     lines = [
         f"\n{settings['dtype']}; queries, keys and values of {inputs}; {document['machine']['torch_threads']} threads of "
-        f"{document['machine']['cpu']}, stream {stream / 1e9:.1f} GB/s; {len(cells[0]['layers'])} layers, {settings['rounds']} "
+        f"{document['machine']['cpu']}, stream {spread} GB/s; {len(cells[0]['layers'])} layers, {settings['rounds']} "
         f"rounds of {settings['steps']} steps, {checked} ([data and command](../benchmarks/{path.name})). Milliseconds a step "
         "and layer, in brackets times faster than our dense:\n",
     ]
@@ -40,6 +42,11 @@ def attention_section(path: Path) -> str:
     if main is not None:
         lines += ["", *_in_full(main)]
     return "\n".join(lines) + "\n"
+
+
+def _stream(cell: dict[str, Any]) -> float:
+    row = next(row for row in cell["rows"] if "why" not in row)
+    return float(row["gb_per_second"] / row["stream_percent"] * 100)
 
 
 def _in_full(cell: dict[str, Any]) -> list[str]:

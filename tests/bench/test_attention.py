@@ -79,6 +79,12 @@ def test_the_parts_of_the_bytes_add_up() -> None:
     assert found["rows"][-1]["bytes_compact"] > 0
 
 
+def test_the_yardstick_is_the_best_between_the_rounds_of_the_cell() -> None:
+    measured = iter([3e9, 7e9, 5e9])
+    found = bench_cell(CELL, RandomInputs(), setup(("streaming",), rounds=2, layers=1), stream=lambda: next(measured))
+    assert found["stream_bytes_per_second"] == 7e9 and next(measured, None) is None
+
+
 def test_rows_take_turns_and_keep_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int, int]] = []
     real = rows.MethodRow.decide

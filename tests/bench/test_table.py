@@ -32,9 +32,16 @@ def row(name: str, ms: float, attention: float, **bytes_: float) -> dict[str, An
     }
 
 
-def cell(*rows: dict[str, Any]) -> dict[str, Any]:
+def cell(*rows: dict[str, Any], stream: float = STREAM) -> dict[str, Any]:
     shape = {"name": "tiny", "layers": 4, "heads": 4, "kv_heads": 2, "dim": 8}
-    return {"shape": shape, "batch": 2, "length": 512, "layers": [0], "rows": list(rows)}
+    return {
+        "shape": shape,
+        "batch": 2,
+        "length": 512,
+        "layers": [0],
+        "rows": list(rows),
+        "stream_bytes_per_second": stream,
+    }
 
 
 def test_columns_follow_from_times_and_bytes() -> None:
@@ -46,7 +53,7 @@ def test_columns_follow_from_times_and_bytes() -> None:
         row("dense", 6.0, 6.0, processed=40e6),
         sparse,
     )
-    assert derive(one, STREAM, "cpu") == []
+    assert derive(one, "cpu") == []
     assert sparse["gb_per_second"] == pytest.approx(13.5 / 2.0)  # MB per ms
     assert sparse["stream_percent"] == pytest.approx(67.5)
     assert sparse["attention_percent"] == pytest.approx(6 / 1.5 / 10 * 100)
@@ -54,32 +61,32 @@ def test_columns_follow_from_times_and_bytes() -> None:
     assert sparse["times_dense"] == 3.0 and sparse["times_sdpa"] == 4.5
     dense = one["rows"][3]
     assert dense["over_formula"] == pytest.approx(6 / (40 / 0.9 / 10)), "what is read in order reaches 90 %"
-    assert derive(one, STREAM, "cuda") == []
+    assert derive(one, "cuda") == []
     assert sparse["over_formula"] == pytest.approx(2.0 / (6 / 0.85 / 10 + 6 / 0.65 / 10))
 
 
 def test_nothing_reads_faster_than_memory() -> None:
     one = cell(row("dense", 4.0, 3.9, processed=40e6), row("cis-8", 2.0, 0.4, processed=5e6, scored=4e6))
-    assert derive(one, STREAM, "cpu") == [
+    assert derive(one, "cpu") == [
         "dense at tiny 2 x 512 reads at 103 % of the stream bandwidth",
         "cis-8 at tiny 2 x 512 reads at 125 % of the stream bandwidth",
     ]
-    assert derive(one, 2 * STREAM, "cpu") == []
-    assert derive({"skipped": "no memory"}, STREAM, "cpu") == []
+    assert derive(cell(*one["rows"], stream=2 * STREAM), "cpu") == []
+    assert derive({"skipped": "no memory"}, "cpu") == []
 
 
 def test_the_table_has_every_row_and_says_what_did_not_run() -> None:
     flexed = row("flex (cis-8)", 3.0, 3.0, processed=5e6) | {"mask_ms": 7.0}
     one = cell(row("dense", 6.0, 6.0, processed=40e6), flexed, {"row": "sdpa-math", "why": "needs 3 GiB more"})
-    derive(one, STREAM, "cpu")
+    derive(one, "cpu")
     console = Console(width=170, record=True, file=io.StringIO())
-    console.print(draw(one, STREAM))
+    console.print(draw(one))
     shown = console.export_text()
     for text in ("tiny (4/2 x 8), batch 2 x 512", "stream 10.0 GB/s", "dense", "6.000", "5.400-6.600", "40.00"):
         assert text in shown
     assert "sdpa-math did not run: needs 3 GiB more" in shown and "building its mask takes 7.000 ms more" in shown
     skipped = {**one, "skipped": "needs 9 GiB"}
-    assert draw(skipped, STREAM) == "tiny (4/2 x 8), batch 2 x 512: not run, needs 9 GiB"
+    assert draw(skipped) == "tiny (4/2 x 8), batch 2 x 512: not run, needs 9 GiB"
 
 
 FACTS = {"benchmark": "attention", "settings": {"steps": 4}, "machine": {"cpu": "a"}}

@@ -82,12 +82,12 @@ def test_a_run_goes_on_where_it_was(
     out, ran = tmp_path / "a.json", []
     real = attention.bench_cell
 
-    def cell(one: Any, *more: Any) -> Any:
+    def cell(one: Any, *more: Any, **named: Any) -> Any:
         if one.length == 256 and not ran[1:]:
             ran.append("failed")
             raise OSError("the machine went away")
         ran.append(one.length)
-        return real(one, *more)
+        return real(one, *more, **named)
 
     monkeypatch.setattr(attention, "bench_cell", cell)
     options = ("--length", "128,256", "--out", str(out))

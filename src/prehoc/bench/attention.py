@@ -135,6 +135,7 @@ def bench_cell(
     setup: Setup,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     rows: Sequence[Row] | None = None,
+    stream: Callable[[], float] = lambda: 0.0,
 ) -> dict[str, Any]:
     """Measure one cell.
 
@@ -154,6 +155,9 @@ def bench_cell(
         Called with (stage, done, total).
     rows : sequence of Row, optional
         What to measure in place of the setup's methods and what stands beside them.
+    stream : callable
+        Measures the bandwidth of the memory in bytes per second. It is called between the rounds, and its best counts: other
+        tenants of a host double or halve it within minutes.
 
     Returns
     -------
@@ -181,16 +185,18 @@ def bench_cell(
             for layer in dict.fromkeys((layers[0], layers[-1])):
                 progress(f"{cell}: checking layer {layer} against the reference", 0, 0)
                 runner.check(layer)
-        done = 0
+        done, fastest = 0, stream()
         for begin in range(0, len(layers), held.layers):
             chunk = layers[begin : begin + held.layers]
             runner.load(chunk)
             for turn in range(setup.rounds):
                 progress(str(cell), done, len(layers) * setup.rounds)
                 runner.round(turn, begin)
+                fastest = max(fastest, stream())
                 done += len(chunk)
     return facts | {
         "layers": layers,
+        "stream_bytes_per_second": fastest,
         "held_layers": held.layers,
         "held_cache_sizes": round(
             kv_bytes * len(held.copies) * len(held.copies[0]) / memory.last_cache_bytes(setup.device), 1

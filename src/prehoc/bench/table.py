@@ -28,15 +28,13 @@ COLUMNS = {
 }
 
 
-def derive(cell: dict[str, Any], stream: float, device: str) -> list[str]:
-    """Add to a cell's rows what follows from times, bytes and the stream bandwidth; return what cannot be true.
+def derive(cell: dict[str, Any], device: str) -> list[str]:
+    """Add to a cell's rows what follows from times, bytes and its stream bandwidth; return what cannot be true.
 
     Parameters
     ----------
     cell : dict
         A cell of `prehoc.bench.attention.bench_cell`; its rows are changed in place.
-    stream : float
-        Bytes per second.
     device : {"cpu", "cuda"}
         Which of `REACH` the formula uses.
 
@@ -49,6 +47,7 @@ def derive(cell: dict[str, Any], stream: float, device: str) -> list[str]:
     dense = next((row["ms"] for row in rows if row["row"] == "dense"), None)
     sdpa = min((row["ms"] for row in rows if row["row"].startswith("sdpa")), default=None)
     ordered, gathered = REACH[device]
+    stream: float = cell.get("stream_bytes_per_second", 0.0)
     wrong = []
     for row in rows:
         kernel = row["bytes_processed"] + row["bytes_indices"]
@@ -110,13 +109,15 @@ def same_cell(one: Mapping[str, Any], shape: str, batch: int, length: int) -> bo
     return bool((one["shape"]["name"], one["batch"], one["length"]) == (shape, batch, length))
 
 
-def draw(cell: Mapping[str, Any], stream: float) -> Table | str:
+def draw(cell: Mapping[str, Any]) -> Table | str:
     """Return a cell as a table for the terminal, or a sentence for one that was not run."""
     shape = cell["shape"]
     place = f"{shape['name']} ({shape['heads']}/{shape['kv_heads']} x {shape['dim']}), batch {cell['batch']} x {cell['length']}"
     if "skipped" in cell:
         return f"{place}: not run, {cell['skipped']}"
-    table = Table(title=f"{place}; {len(cell['layers'])} layers; stream {stream / 1e9:.1f} GB/s")
+    table = Table(
+        title=f"{place}; {len(cell['layers'])} layers; stream {cell['stream_bytes_per_second'] / 1e9:.1f} GB/s"
+    )
     table.add_column("row", overflow="fold")
     for name in COLUMNS:
         table.add_column(name, justify="right")

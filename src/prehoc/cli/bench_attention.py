@@ -95,35 +95,29 @@ def command(
     finished = table.resume(out, facts)
     document: dict[str, Any] = {**facts, "command": provenance.command(), "stream_bytes_per_second": 0.0, "invalid": []}
 
-    def measure_stream() -> None:
-        """Measure the yardstick again: the best of the run counts."""
-        found = stream.stream_bandwidth() if device == "cpu" else memory.device_bandwidth(place)
-        document["stream_bytes_per_second"] = max(document["stream_bytes_per_second"], found)
+    def measure_stream() -> float:
+        return stream.stream_bandwidth() if device == "cpu" else memory.device_bandwidth(place)
 
     def settle() -> None:
-        """Derive everything from the best bandwidth so far, and write."""
-        best = document["stream_bytes_per_second"]
-        document["invalid"] = [line for cell in document["cells"] for line in table.derive(cell, best, device)]
+        """Derive what follows from each cell's bandwidth, and write."""
+        done = [cell for cell in document["cells"] if "rows" in cell]
+        document["stream_bytes_per_second"] = max((cell["stream_bytes_per_second"] for cell in done), default=0.0)
+        document["invalid"] = [line for cell in done for line in table.derive(cell, device)]
         if out is not None:
             write_document(out, document)
 
     document["cells"] = finished
     if finished:
-        document["stream_bytes_per_second"] = max(cell["stream_bytes_per_second"] for cell in finished)
         _common.log(f"{len(finished)} finished cells of {out} are kept")
     with _common.resumable(out), _common.progress() as report:
-        report("memory bandwidth", 0, 0)
-        measure_stream()
         for cell in cells:
             if any(table.same_cell(one, cell.shape.name, cell.batch, cell.length) for one in finished):
                 continue
             try:
-                found = bench_cell(cell, source, setup, report)
+                found = bench_cell(cell, source, setup, report, stream=measure_stream)
             except RefcheckError as error:
                 _common.log(f"refcheck failed, nothing of this cell was measured: {error}")
                 raise typer.Exit(1) from None
-            measure_stream()
-            found["stream_bytes_per_second"] = document["stream_bytes_per_second"]
             document["cells"] = [*document["cells"], found]
             settle()
         settle()
@@ -131,7 +125,7 @@ def command(
         _common.emit_json(document)
     else:
         for one in document["cells"]:
-            drawn = table.draw(one, document["stream_bytes_per_second"])
+            drawn = table.draw(one)
             if isinstance(drawn, str):  # why the cell was not run
                 print(drawn)
             else:

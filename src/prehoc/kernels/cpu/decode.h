@@ -51,7 +51,7 @@ template <class T, class Dim>
 void attend(const float* q, const Head<T>& head, int64_t groups, Dim dim, Dim dim_v, int64_t begin, int64_t end, Columns column,
             Partial part, float* logits = nullptr, int64_t stride = 0) {
     if (begin >= end) return;
-    std::vector<float> scores(groups * kBlock), query(groups * padded<T>(dim));
+    Floats scores(groups * kBlock), query(groups * padded<T>(dim));
     arrange<T>(q, groups, dim, query.data());
     Rows<T> keys[2] = {Rows<T>(dim), Rows<T>(dim)}, values[2] = {Rows<T>(dim_v), Rows<T>(dim_v)};
     const auto find = [&](int64_t at, int64_t count, Rows<T>& k, Rows<T>& v) {

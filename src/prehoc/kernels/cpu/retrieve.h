@@ -17,7 +17,7 @@ template <class T>
 void score_columns(const float* q, const Head<T>& head, int64_t groups, int64_t dim, Columns column, int64_t to, float* out,
                    int64_t stride) {
     if (to <= 0) return;
-    std::vector<float> made(groups * kBlock), query(groups * padded<T>(dim));
+    Floats made(groups * kBlock), query(groups * padded<T>(dim));
     arrange<T>(q, groups, dim, query.data());
     Rows<T> rows[2] = {Rows<T>(dim), Rows<T>(dim)};
     const auto find = [&](int64_t at, Rows<T>& now) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <utility>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,13 +22,13 @@ constexpr int64_t kSplit = 512;  // least keys worth a task of their own
 // one register of floats; GCC makes poor code of vectors that are wider than a register
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
-constexpr int kHeld = 24;  // sums that stay in registers beside what they are made of
+constexpr int kRegisters = 32;
 #elif defined(__AVX__)
 constexpr int kLanes = 8;
-constexpr int kHeld = 12;
+constexpr int kRegisters = 16;
 #else
 constexpr int kLanes = 4;
-constexpr int kHeld = 16;
+constexpr int kRegisters = 32;
 #endif
 typedef float vec __attribute__((vector_size(4 * kLanes)));
 typedef float vecu __attribute__((vector_size(4 * kLanes), aligned(4)));
@@ -52,6 +53,25 @@ inline vec splat(float x) { return vec{} + x; }
 inline vec load(const float* p) { return *reinterpret_cast<const vecu*>(p); }
 inline void store(float* p, vec x) { *reinterpret_cast<vecu*>(p) = x; }
 constexpr int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+// x stays in a register: the compiler would load it again at every use
+template <class V>
+PREHOC_INLINE inline void keep(V& x) {
+#if defined(__x86_64__)
+    asm("" : "+v"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+}
+
+// zeros that begin at a register's boundary: a register across two cache lines is loaded twice
+class Floats {
+    std::vector<float> held;
+
+public:
+    explicit Floats(int64_t count) : held(count + kLanes) {}
+    float* data() { return reinterpret_cast<float*>(round_up(reinterpret_cast<intptr_t>(held.data()), sizeof(vec))); }
+};
 
 inline float widen(fp16 x) {
     _Float16 half;
@@ -121,9 +141,7 @@ struct Chunk<bf16> {
     static int element(int part, int lane) { return 2 * lane + part; }
     static void read(const bf16* p, vec* x) {
         uvec both = *reinterpret_cast<const uvecu*>(p);
-#if defined(__x86_64__)
-        asm("" : "+x"(both));  // or the compiler loads it twice
-#endif
+        keep(both);
         x[0] = reinterpret_cast<vec>(both << 16);
         x[1] = reinterpret_cast<vec>(both & 0xffff0000u);
     }

@@ -49,7 +49,8 @@ inline void tile(const T* const* rows, const T* const* next, const float* q, Dim
             });
             unroll<G * P>([&](auto i) PREHOC_INLINE {
                 constexpr int g = i / P, p = i % P;
-                const vec query = load(q + g * size + c + p * kLanes);
+                vec query = load(q + g * size + c + p * kLanes);
+                keep(query);
                 unroll<S>([&](auto j) PREHOC_INLINE { all[g * N + s * S + j] += x[j * P + p] * query; });
             });
         }
@@ -73,6 +74,13 @@ inline void score(const T* const* rows, const T* const* next, int64_t count, con
     if (groups == 3) score<3>(rows, next, count, q, dim, out, stride);
     if (groups >= 4) score<4>(rows, next, count, q, dim, out, stride);
     if (groups > 4) score(rows, next, count, q + 4 * padded<T>(dim), groups - 4, dim, out + 4 * stride, stride);
+}
+
+// registers of a row that G sums each can be made of without spilling; one sum takes its row in as it comes
+constexpr int held(int groups) {
+    int count = 8;
+    while (groups > 1 && (groups + 1) * count >= kRegisters) count /= 2;
+    return count;
 }
 
 // acc[g] += sum over j of w[g][j] * rows[j], for C chunks of the row from element c on
@@ -111,11 +119,11 @@ inline void weigh_from(int64_t c, const float* w, const T* const* rows, const T*
 template <class T, class Dim>
 inline void weigh(const float* w, const T* const* rows, const T* const* next, int64_t count, int64_t groups, Dim dim,
                   float* acc) {
-    constexpr int most = 8 / Chunk<T>::parts, fit = kHeld >= 16 ? most : most / 2;  // chunks held at once
-    if (groups == 1) weigh_from<1, most>(0, w, rows, next, count, dim, acc);
-    if (groups == 2) weigh_from<2, fit>(0, w, rows, next, count, dim, acc);
-    if (groups == 3) weigh_from<3, most / 2>(0, w, rows, next, count, dim, acc);
-    if (groups >= 4) weigh_from<4, most / 2>(0, w, rows, next, count, dim, acc);
+    constexpr int P = Chunk<T>::parts;
+    if (groups == 1) weigh_from<1, held(1) / P>(0, w, rows, next, count, dim, acc);
+    if (groups == 2) weigh_from<2, held(2) / P>(0, w, rows, next, count, dim, acc);
+    if (groups == 3) weigh_from<3, held(3) / P>(0, w, rows, next, count, dim, acc);
+    if (groups >= 4) weigh_from<4, held(4) / P>(0, w, rows, next, count, dim, acc);
     if (groups > 4) weigh(w + 4 * kBlock, rows, next, count, groups - 4, dim, acc + 4 * padded<T>(dim));
 }
 
