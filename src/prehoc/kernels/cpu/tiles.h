@@ -1,6 +1,6 @@
 // Many rows against few queries, the rows read once: tiles of dot products, and weighted sums of rows.
 // Queries and sums are float32 in the order of the chunks (arrange); rows are pointers, each at least a chunk long. For every chunk
-// that is read of rows[j], the one at the same place of next[j] is fetched: memory works while we compute, and in even steps.
+// that is read of rows, one of next is fetched: memory works while we compute, and in even steps.
 // Dim is int64_t or, for the common sizes, a constant (with_size).
 #pragma once
 
@@ -35,6 +35,7 @@ template <int G, class T, class Dim>
 inline void tile(const T* const* rows, const T* const* next, const float* q, Dim dim, float* out, int64_t stride) {
     constexpr int N = tile_keys(G), S = std::min(N, 4), P = Chunk<T>::parts, W = Chunk<T>::width;  // S rows side by side
     const int64_t size = padded<T>(dim);
+    const bool whole = size == S * W;  // rows of S chunks are fetched one after another: memory prefers neighbours
     vec all[kLanes];
     unroll<kLanes>([&](auto i) PREHOC_INLINE { all[i] = vec{}; });
     unroll<N / S>([&](auto s) PREHOC_INLINE {
@@ -44,7 +45,8 @@ inline void tile(const T* const* rows, const T* const* next, const float* q, Dim
             const int64_t at = std::min<int64_t>(c, dim - W);
             vec x[S * P];
             unroll<S>([&](auto j) PREHOC_INLINE {
-                __builtin_prefetch(then[j] + at);
+                if (whole) __builtin_prefetch(then[c / W] + j * W);
+                else __builtin_prefetch(then[j] + at);
                 Chunk<T>::read(row[j] + at, x + j * P);
             });
             unroll<G * P>([&](auto i) PREHOC_INLINE {
