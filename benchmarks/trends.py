@@ -2,7 +2,7 @@
 
 python benchmarks/trends.py RUN... > benchmarks/eval_trends.json
 
-RUN are folders of `prehoc eval`. Scores and retained mass are paired by sample.
+RUN are folders of `prehoc eval`. Scores, KL to dense and retained mass are paired by sample.
 """
 
 from __future__ import annotations
@@ -97,6 +97,13 @@ def _differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> d
         ]
         if any(pairs):  # the prefill of decode methods is the same
             out[f"score_{metric}"] = _interval(pairs)
+    divergences = [
+        line["kl"] - theirs[line["sample"]]["kl"]
+        for line in first
+        if line["kl"] is not None and theirs.get(line["sample"], {}).get("kl") is not None
+    ]
+    if divergences:
+        out["kl"] = _interval(divergences)
     masses = [
         line["retained_mass"] - theirs[line["sample"]]["retained_mass"]
         for line in first

@@ -31,7 +31,7 @@ def evaluation(run: Run) -> list[Block]:
 
 def trends(run: Run) -> list[Block]:
     """Return the paired differences of ``benchmarks/trends.py``, a table for each thing that the paper says."""
-    header = ("first", "second", "model", "task", "keys", "retained mass", "scores")
+    header = ("first", "second", "model", "task", "keys", "retained mass", "KL to dense", "scores")
     return [
         Table(
             claim[:1].upper() + claim[1:],
@@ -45,8 +45,9 @@ def trends(run: Run) -> list[Block]:
 
 def _trend(row: Row) -> list[str]:
     scores = [f"{name.removeprefix('score_')} {_paired(row[name])}" for name in row if name.startswith("score_")]
-    mass = _paired(row["mass"]) if "mass" in row else ""
-    return [row["first"], row["second"], row["model"], row["task"], str(row["budget"]), mass, "; ".join(scores)]
+    mass, divergence = (_paired(row[name]) if name in row else "" for name in ("mass", "kl"))
+    names = [row[name] for name in ("first", "second", "model", "task")]
+    return [*names, str(row["budget"]), mass, divergence, "; ".join(scores)]
 
 
 def _paired(found: Row) -> str:
