@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Streaming,
         parse_method,
     )
+    from prehoc.packing import packed
     from prehoc.report import Report
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ _HOME = {
     **dict.fromkeys(_METHODS, "prehoc.methods"),
     **dict.fromkeys(_ENGINE, "prehoc.integrations.transformers"),
     "Report": "prehoc.report",
+    "packed": "prehoc.packing",
 }
 
 __all__ = [
@@ -80,6 +82,7 @@ __all__ = [
     "detach",
     "fork",
     "new_cache",
+    "packed",
     "parse_method",
     "sparsify",
     "supports",

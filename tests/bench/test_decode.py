@@ -105,9 +105,10 @@ def test_every_row_reads_a_span_of_its_own_where_the_text_is_long_enough() -> No
 
 
 def test_other_ways_to_attend_give_the_same_logits(model: Any, ids: torch.Tensor) -> None:
-    """FlexAttention over a method's selection, a static cache, a compiled forward: each is the same computation."""
+    """FlexAttention over a method's selection, a static cache, a compiled forward, packed layers: the same computation."""
     logits = {}
-    for name in ("dense", "sdpa-static", "cis:budget=48,local=16", "flex:cis:budget=48,local=16", "compiled:dense"):
+    sparse = ("cis:budget=48,local=16", "flex:cis:budget=48,local=16", "packed:cis:budget=48,local=16")
+    for name in ("dense", "sdpa-static", "compiled:dense", "packed:sdpa-static", *sparse):
         system = systems.System.of(name, CONTEXT)
         seen: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.logits[:, -1].clone()))
@@ -117,9 +118,12 @@ def test_other_ways_to_attend_give_the_same_logits(model: Any, ids: torch.Tensor
         hook.remove()
         logits[name] = torch.stack(seen)
         assert len(system.steps) == 4 and len(seen) == 5
-    plain, flex = logits["cis:budget=48,local=16"], logits["flex:cis:budget=48,local=16"]
-    assert torch.allclose(logits["dense"], logits["sdpa-static"], atol=1e-4)
-    assert torch.allclose(logits["dense"], logits["compiled:dense"], atol=1e-4)
+        assert all("forward" not in module.__dict__ for module in model.modules())
+    plain, flex, packed = (logits[name] for name in sparse)
+    for name in ("sdpa-static", "compiled:dense", "packed:sdpa-static"):
+        assert torch.allclose(logits["dense"], logits[name], atol=1e-4)
+    assert not torch.equal(plain, packed), "packed products round otherwise"
+    assert torch.allclose(plain, packed, atol=1e-4)
     assert torch.allclose(plain, flex, atol=1e-4) and not torch.allclose(plain, logits["dense"], atol=1e-4)
 
 

@@ -268,6 +268,18 @@ def test_another_run_in_the_folder_is_refused(run: Run, capsys: pytest.CaptureFi
     assert "holds another run (seed 0 there, 3 now)" in capsys.readouterr().err
 
 
+def test_packed_layers_answer_alike_and_are_another_run(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--limit", "2", "--methods", "cis:critical=24")
+    assert run(*asked) == 0 and run(*asked, "--pack", out="packed") == 0
+    plain, packed = (lines(tmp_path / name / "kv_retrieval.jsonl") for name in ("run", "packed"))
+    assert [line["output"] for line in packed] == [line["output"] for line in plain]
+    assert json.loads((tmp_path / "packed" / "summary.json").read_text())["packed"]
+    assert run(*asked, "--pack") == 2
+    assert "holds another run (packed None there, True now)" in capsys.readouterr().err
+
+
 def test_methods_are_separated_by_spaces_or_plain_names_by_commas() -> None:
     def names(text: str) -> list[str]:
         return [describe(method) for method in parse_methods(text)]

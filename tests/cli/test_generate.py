@@ -140,6 +140,17 @@ def test_a_budget_that_covers_the_text_agrees_with_dense(
     assert out.count("1, every key is read") == 2
 
 
+def test_packed_layers_write_the_same(
+    run: Run, smollm2_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = args(smollm2_path, file, "--method", "cis", "--budget", "96", "--max-new-tokens", "8", "--json")
+    tokens = []
+    for more in ((), ("--pack",)):
+        assert run(*asked, *more) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["answers"][0]["tokens"])
+    assert tokens[0] == tokens[1]
+
+
 def test_sampling_follows_the_seed(
     run: Run, smollm2_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

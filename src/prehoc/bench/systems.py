@@ -22,6 +22,7 @@ from prehoc.integrations.transformers.session import Session, attach
 from prehoc.kernels.flex import BLOCK, Pattern, decode_flex, whole
 from prehoc.kernels.host import wait
 from prehoc.methods import prefill_key
+from prehoc.packing import packed
 from prehoc.selection import Method, Selection, Step, Window
 from prehoc.trace import last_only
 
@@ -29,6 +30,7 @@ STOCK = "sdpa"
 STOCKS = (STOCK, "sdpa-static", "sdpa-compiled")
 FLEX = "flex:"
 COMPILED = "compiled:"
+PACKED = "packed:"
 
 
 @dataclasses.dataclass
@@ -40,7 +42,8 @@ class System:
     name : str
         ``sdpa`` (stock transformers, dynamic cache), ``sdpa-static`` (static cache), ``sdpa-compiled`` (static cache,
         ``torch.compile``), a method string, ``compiled:METHOD`` (``sparsify(compile=True)``) or ``flex:METHOD`` (the
-        method's selection, FlexAttention for the attention).
+        method's selection, FlexAttention for the attention); ``packed:SYSTEM`` is the system with the model's linear layers
+        packed (`prehoc.packed`), which compiled ones cannot be.
     method : Method or None
         The method; None for stock transformers.
     cache : Cache or None
@@ -75,28 +78,39 @@ class System:
         ValueError
             For an unknown kind or method.
         """
-        if name in STOCKS:
+        plain = name.removeprefix(PACKED)
+        if plain != name and (plain.startswith(COMPILED) or plain == "sdpa-compiled"):
+            raise ValueError(
+                f"{name!r} cannot be measured: compiled graphs leave packed layers out; leave one of them out"
+            )
+        if plain in STOCKS:
             return cls(name, None)
-        if name.startswith(STOCK):
-            raise unknown("system", name, STOCKS)
-        return cls(name, sized(name.removeprefix(COMPILED).removeprefix(FLEX), context))
+        if plain.startswith(STOCK):
+            raise unknown("system", plain, STOCKS)
+        return cls(name, sized(plain.removeprefix(COMPILED).removeprefix(FLEX), context))
+
+    @property
+    def plain(self) -> str:
+        """The name without ``packed:``."""
+        return self.name.removeprefix(PACKED)
 
     def prefill_key(self) -> object:
         """Return what decides the keys and values after the prompt: systems with equal ones may copy each other's cache."""
-        return self.name if self.method is None else prefill_key(self.method)
+        return self.name if self.method is None else (self.plain == self.name, prefill_key(self.method))
 
     def read_prompt(self, model: Any, ids: Tensor, capacity: int, backend: str | None) -> None:
         """Prefill ``ids`` (int64 ``[B, T]``) into a new cache with room for `capacity` tokens."""
         key = cache_key({}, model)
         if self.method is None:
-            if self.name != STOCK:
+            if self.plain != STOCK:
                 self.cache = StaticCache(config=model.config, max_cache_len=capacity)
-            begin = time.perf_counter()
-            found = output_cache(model(input_ids=ids, use_cache=True, **{key: self.cache}, **last_only(model)))
-            wait(ids.device)
-            self.prefill, self.cache = time.perf_counter() - begin, found
+            with self._layers(model):
+                begin = time.perf_counter()
+                found = output_cache(model(input_ids=ids, use_cache=True, **{key: self.cache}, **last_only(model)))
+                wait(ids.device)
+                self.prefill, self.cache = time.perf_counter() - begin, found
             return
-        with self._session(model, backend, 0.0, 0):
+        with self._layers(model), self._session(model, backend, 0.0, 0):
             self.cache = new_cache(model.config, -(-capacity // BLOCK) * BLOCK)  # whole blocks for FlexAttention
             begin = time.perf_counter()
             model(input_ids=ids, use_cache=True, **{key: self.cache}, **last_only(model))
@@ -111,7 +125,8 @@ class System:
         """Decode the tokens ``ids`` (int64 ``[B, S]``) one by one: ``warm``, ``timed``, ``parts`` or ``audit``."""
         key, call = cache_key({}, model), _compiled(model) if self.name == "sdpa-compiled" else model
         audit = 0.05 if kind == "audit" else 0.0
-        with contextlib.nullcontext() if self.method is None else self._session(model, backend, audit, seed) as session:
+        attached = contextlib.nullcontext() if self.method is None else self._session(model, backend, audit, seed)
+        with self._layers(model), attached as session:
             if session is not None and kind == "parts":
                 session.stopwatch = Stopwatch(ids.device)
             for i in range(ids.shape[1]):
@@ -123,14 +138,17 @@ class System:
             if session is not None and session.stopwatch is not None:
                 self.parts, self.part_steps = session.stopwatch.seconds, ids.shape[1]
 
+    def _layers(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.plain == self.name else packed(model)
+
     @contextlib.contextmanager
     def _session(self, model: Any, backend: str | None, audit: float, seed: int) -> Iterator[Session]:
         assert self.method is not None
-        compiled = self.name.startswith(COMPILED)
+        compiled = self.plain.startswith(COMPILED)
         session = attach(model, self.method, audit=audit, backend=backend, seed=seed, compile=compiled)
         try:
             session.books, self.backend = self.books, session.backend
-            if self.name.removeprefix(COMPILED).startswith(FLEX):
+            if self.plain.removeprefix(COMPILED).startswith(FLEX):
                 session.attend = _flex_attend
             yield session
         finally:

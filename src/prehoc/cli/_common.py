@@ -28,6 +28,12 @@ Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="CPU threads; torch's own choice when not given.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of everything random.")]
+Pack = Annotated[
+    bool,
+    typer.Option(
+        "--pack", help="Multiply by packed copies of the weights: faster on CPUs, and the weights twice in memory."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else goes to stderr.")]
 
 

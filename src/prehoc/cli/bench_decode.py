@@ -23,7 +23,8 @@ def command(
         str,
         typer.Option(
             help="Systems, separated by spaces: methods (budget = context / 8 where none is given), flex:METHOD (its selection, "
-            "FlexAttention attends), compiled:METHOD, sdpa-static, sdpa-compiled. sdpa and dense are always there."
+            "FlexAttention attends), compiled:METHOD, packed:SYSTEM (its linear layers packed), sdpa-static, sdpa-compiled. "
+            "sdpa and dense are always there."
         ),
     ] = "cis:budget=1024 cpe:budget=1024",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from pathlib import Path
@@ -75,6 +76,7 @@ def command(
     backend: _common.Backend = None,
     threads: _common.Threads = None,
     seed: _common.Seed = 0,
+    pack: _common.Pack = False,
     as_json: _common.Json = False,
 ) -> None:
     """Evaluate methods on tasks: scores with intervals, the paired difference to dense, and what was read.
@@ -150,8 +152,13 @@ def command(
             "tasks": {task.name: _about(task, loaded) for task, loaded in ready},
         }
         keys = {describe(method): _keys(method) for method in chosen}
+        if pack:  # rounds otherwise
+            identity["packed"] = True
         tables = []
-        with Results(out, identity, keys, about).opened() as results:
+        with (
+            Results(out, identity, keys, about).opened() as results,
+            prehoc.packed(net) if pack else contextlib.nullcontext(),
+        ):
             for run in runs:
                 lines = run.run(results, report)
                 tables.append(summarise(run.task, chosen, lines, decode_question=decode_question))

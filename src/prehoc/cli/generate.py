@@ -51,6 +51,7 @@ def command(
     backend: _common.Backend = None,
     threads: _common.Threads = None,
     seed: _common.Seed = 0,
+    pack: _common.Pack = False,
     as_json: _common.Json = False,
 ) -> None:
     """Answer a question about a text file, reading few keys, and report what was read and what was missed.
@@ -80,7 +81,7 @@ def command(
     config.check_choice("backend", config.default_backend() if backend is None else backend, kernels.BACKENDS)
     how = Settings(max_new_tokens, temperature, backend, audit, seed)
     _common.setup(threads)
-    run(model, dtype, text, ask, methods, how, device=device, truncate=truncate, as_json=as_json)
+    run(model, dtype, text, ask, methods, how, device=device, truncate=truncate, pack=pack, as_json=as_json)
 
 
 def run(
@@ -93,6 +94,7 @@ def run(
     *,
     device: str = "cpu",
     truncate: bool = False,
+    pack: bool = False,
     as_json: bool = False,
     about: dict[str, Any] | None = None,
 ) -> None:
@@ -108,7 +110,7 @@ def run(
         One method, or the one to compare with and then the method.
     how : Settings
         How to generate.
-    truncate, as_json : bool
+    truncate, pack, as_json : bool
         The command's options.
     about : dict, optional
         More facts for the JSON document.
@@ -130,10 +132,11 @@ def run(
     if cut:
         _common.log(f"{cut} of {len(text)} characters were left out of the middle of the text")
     answers = []
-    for method in methods:
-        stream = len(methods) == 1 and not as_json
-        with _watch(method.name, len(ids), how.new_tokens, tokenizer if stream else None) as told:
-            answers.append(_answers.answer(loaded, tokenizer, ids, method, how, told))
+    with prehoc.packed(loaded) if pack else contextlib.nullcontext():
+        for method in methods:
+            stream = len(methods) == 1 and not as_json
+            with _watch(method.name, len(ids), how.new_tokens, tokenizer if stream else None) as told:
+                answers.append(_answers.answer(loaded, tokenizer, ids, method, how, told))
     if as_json:
         _common.emit_json(_document(model, loaded, len(ids), cut, ask, how, answers, about or {}))
     elif len(answers) == 1:
