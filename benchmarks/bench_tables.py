@@ -139,10 +139,12 @@ def decode_summary() -> str:
             times = {row["system"]: row["step_ms"] for row in cell["rows"]}
             if cell["rows"][1]["backend"] != "cpu":
                 continue
-            stock = min(ms for name, ms in times.items() if name.startswith("sdpa"))
-            ours = min(ms for name, ms in times.items() if name in ("dense", "compiled:dense"))
-            oracle = min((ms for name, ms in times.items() if name.startswith("oracle")), default=None)
-            cis = min(ms for name, ms in times.items() if name.removeprefix("compiled:").startswith("cis"))
+            kinds: dict[str, float] = {}
+            for name, ms in times.items():
+                kind = name.removeprefix("packed:").removeprefix("compiled:").partition(":")[0].partition("-")[0]
+                kinds[kind] = min(ms, kinds.get(kind, ms))
+            stock, ours, oracle, cis = (kinds.get(kind) for kind in ("sdpa", "dense", "oracle", "cis"))
+            assert stock is not None and ours is not None and cis is not None
             cells = [
                 f"{times['sdpa']:.1f} ms",
                 *(f"{ms:.1f}" if ms is not None else "" for ms in (stock, ours, oracle, cis)),

@@ -21,7 +21,7 @@ def packed(model: nn.Module) -> Iterator[int]:
 
     Torch multiplies few rows by a weight that lies as it was stored. oneDNN, which torch brings, is faster by far with a
     weight in blocks of its own. Works with stock transformers, with every method and inside `sparsify`; outputs agree within
-    rounding. Where gradients are recorded, and inside ``torch.compile``, the layers run as they were.
+    rounding. Where gradients are recorded, under autocast and inside ``torch.compile``, the layers run as they were.
 
     Parameters
     ----------
@@ -38,7 +38,9 @@ def packed(model: nn.Module) -> Iterator[int]:
     ValueError
         When there is nothing to pack, with the reason.
     """
-    bfloat16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not torch.backends.mkldnn.is_available():
+        raise ValueError("packed: this torch was built without oneDNN; leave packed out")
+    bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     kinds = {torch.float32, torch.bfloat16} if bfloat16 else {torch.float32}
     layers = [
         module
@@ -48,7 +50,7 @@ def packed(model: nn.Module) -> Iterator[int]:
         and module.weight.device.type == "cpu"
         and module.weight.dtype in kinds
     ]
-    if not layers or not torch.backends.mkldnn.is_available():
+    if not layers:
         raise ValueError(_NOTHING.format(model=type(model).__name__, also=" or bfloat16" if bfloat16 else ""))
     try:
         for layer in layers:
@@ -66,6 +68,11 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def _forward(layer: nn.Linear, weight: Tensor, x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype != weight.dtype:
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or x.dtype != weight.dtype
+    ):
         return nn.Linear.forward(layer, x)
     return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")  # type: ignore[no-any-return]

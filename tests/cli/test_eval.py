@@ -278,6 +278,8 @@ def test_packed_layers_answer_alike_and_are_another_run(
     assert json.loads((tmp_path / "packed" / "summary.json").read_text())["packed"]
     assert run(*asked, "--pack") == 2
     assert "holds another run (packed None there, True now)" in capsys.readouterr().err
+    assert run(*asked, "--pack", "--dtype", "float16", out="half") == 2
+    assert "has no linear layer to pack" in capsys.readouterr().err and not (tmp_path / "half").exists()
 
 
 def test_methods_are_separated_by_spaces_or_plain_names_by_commas() -> None:

@@ -147,7 +147,9 @@ def test_packed_layers_write_the_same(
     tokens = []
     for more in ((), ("--pack",)):
         assert run(*asked, *more) == 0
-        tokens.append(json.loads(capsys.readouterr().out)["answers"][0]["tokens"])
+        document = json.loads(capsys.readouterr().out)
+        tokens.append(document["answers"][0]["tokens"])
+        assert document["settings"]["pack"] is bool(more)
     assert tokens[0] == tokens[1]
 
 

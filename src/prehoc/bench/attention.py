@@ -25,8 +25,6 @@ SAMPLES = 8
 """Steps, over all layers of a round, at which rows of fixed work are run."""
 HOPELESS = 5
 """Times the fastest of torch's kernels: one whose first call takes longer, and over a second, is not measured."""
-YARDSTICK = 2**30
-"""Bytes that measuring the bandwidth takes while the layers are held."""
 LEAD = 1
 """Untimed steps before the first timed one: what a method builds once, behind the prompt, is no work of a step."""
 
@@ -101,7 +99,7 @@ class Held:
         one = cell.shape.kv_bytes(cell.batch, cell.length, setup.dtype)
         free = memory.free_bytes(setup.device)
         wanted = COLD * memory.last_cache_bytes(setup.device)
-        most = wanted if free is None else max(free - YARDSTICK, 0) // 2
+        most = wanted if free is None else max(free - memory.YARDSTICK[setup.device.type], 0) // 2
         count = max(1, math.ceil(min(wanted, most) / one))
         held = min(layers, max(count, most // one))
         size = (cell.batch, cell.shape.kv_heads, cell.length, cell.shape.dim)
@@ -126,6 +124,7 @@ def misfit(cell: Cell, setup: Setup) -> str | None:
     free = memory.free_bytes(setup.device)
     source = 2 * cell.shape.kv_heads * cell.length * cell.shape.dim * 4  # one sequence in float32
     need = cell.shape.kv_bytes(cell.batch, cell.length, setup.dtype) + 2 * source + 2**28
+    need += memory.YARDSTICK[setup.device.type]
     if free is not None and need > free:
         return f"needs {need / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
     return None

@@ -8,6 +8,8 @@ import torch
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 64 * 2**20
+YARDSTICK = {"cpu": 2**30, "cuda": 2**32}
+"""Bytes that measuring the bandwidth of a kind of device takes."""
 
 
 def last_cache_bytes(device: torch.device) -> int:
@@ -36,8 +38,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def device_bandwidth(device: torch.device) -> float:
-    """Return the best read bandwidth of an accelerator in bytes per second, over ten sums of 4 GiB."""
-    buffer = torch.ones(2**30, device=device)
+    """Return the best read bandwidth of an accelerator in bytes per second, over ten sums of a buffer."""
+    buffer = torch.ones(YARDSTICK["cuda"] // 4, device=device)
     best = float("inf")
     for _ in range(10):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -78,7 +78,7 @@ class System:
         ValueError
             For an unknown kind or method.
         """
-        plain = name.removeprefix(PACKED)
+        plain = cls(name, None).plain
         if plain != name and (plain.startswith(COMPILED) or plain == "sdpa-compiled"):
             raise ValueError(
                 f"{name!r} cannot be measured: compiled graphs leave packed layers out; leave one of them out"

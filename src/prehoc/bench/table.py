@@ -43,11 +43,13 @@ def derive(cell: dict[str, Any], device: str) -> list[str]:
     list of str
         A sentence for every row that reads faster than the stream: it, or the books, or the stream, is wrong.
     """
-    rows = [row for row in cell.get("rows", []) if "ms" in row]
+    if "rows" not in cell:
+        return []
+    rows = [row for row in cell["rows"] if "ms" in row]
     dense = next((row["ms"] for row in rows if row["row"] == "dense"), None)
     sdpa = min((row["ms"] for row in rows if row["row"].startswith("sdpa")), default=None)
     ordered, gathered = REACH[device]
-    stream: float = cell.get("stream_bytes_per_second", 0.0)
+    stream: float = cell["stream_bytes_per_second"]
     wrong = []
     for row in rows:
         kernel = row["bytes_processed"] + row["bytes_indices"]

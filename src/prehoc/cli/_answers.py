@@ -83,6 +83,8 @@ class Settings:
         Share of decode triples to audit.
     seed : int
         Seed of sampling and of the audit.
+    pack : bool
+        Pack the model's linear layers.
     """
 
     new_tokens: int
@@ -90,6 +92,7 @@ class Settings:
     backend: str | None = None
     audit: float = 0.01
     seed: int = 0
+    pack: bool = False
 
 
 def quiet() -> None:

@@ -100,9 +100,9 @@ def command(
 
     def settle() -> None:
         """Derive what follows from each cell's bandwidth, and write."""
-        done = [cell for cell in document["cells"] if "rows" in cell]
-        document["stream_bytes_per_second"] = max((cell["stream_bytes_per_second"] for cell in done), default=0.0)
-        document["invalid"] = [line for cell in done for line in table.derive(cell, device)]
+        measured = [cell.get("stream_bytes_per_second", 0.0) for cell in document["cells"]]
+        document["stream_bytes_per_second"] = max(measured, default=0.0)
+        document["invalid"] = [line for cell in document["cells"] for line in table.derive(cell, device)]
         if out is not None:
             write_document(out, document)
 

@@ -156,8 +156,8 @@ def command(
             identity["packed"] = True
         tables = []
         with (
-            Results(out, identity, keys, about).opened() as results,
             prehoc.packed(net) if pack else contextlib.nullcontext(),
+            Results(out, identity, keys, about).opened() as results,
         ):
             for run in runs:
                 lines = run.run(results, report)

@@ -79,9 +79,9 @@ def command(
     config.check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
     _common.check_device(device)
     config.check_choice("backend", config.default_backend() if backend is None else backend, kernels.BACKENDS)
-    how = Settings(max_new_tokens, temperature, backend, audit, seed)
+    how = Settings(max_new_tokens, temperature, backend, audit, seed, pack)
     _common.setup(threads)
-    run(model, dtype, text, ask, methods, how, device=device, truncate=truncate, pack=pack, as_json=as_json)
+    run(model, dtype, text, ask, methods, how, device=device, truncate=truncate, as_json=as_json)
 
 
 def run(
@@ -94,7 +94,6 @@ def run(
     *,
     device: str = "cpu",
     truncate: bool = False,
-    pack: bool = False,
     as_json: bool = False,
     about: dict[str, Any] | None = None,
 ) -> None:
@@ -110,7 +109,7 @@ def run(
         One method, or the one to compare with and then the method.
     how : Settings
         How to generate.
-    truncate, pack, as_json : bool
+    truncate, as_json : bool
         The command's options.
     about : dict, optional
         More facts for the JSON document.
@@ -121,18 +120,20 @@ def run(
     from prehoc.cli._prompt import Reader
 
     _answers.quiet()
-    with _common.progress() as report:
-        reader = Reader.before_weights(model, dtype, report)
-        ids, cut = reader.fit(text, ask, how.new_tokens, truncate)
-        loaded, tokenizer = models.load(model, dtype, device=device, progress=report)
-        report("preparing", 0, 0)
-        for method in methods:  # what does not fit this model is found before the first answer
-            prehoc.attach(loaded, method, backend=how.backend, audit=how.audit).detach()
-        _answers.warm_up(loaded, ids, how)
-    if cut:
-        _common.log(f"{cut} of {len(text)} characters were left out of the middle of the text")
     answers = []
-    with prehoc.packed(loaded) if pack else contextlib.nullcontext():
+    with contextlib.ExitStack() as layers:
+        with _common.progress() as report:
+            reader = Reader.before_weights(model, dtype, report)
+            ids, cut = reader.fit(text, ask, how.new_tokens, truncate)
+            loaded, tokenizer = models.load(model, dtype, device=device, progress=report)
+            report("preparing", 0, 0)
+            if how.pack:
+                layers.enter_context(prehoc.packed(loaded))
+            for method in methods:  # what does not fit this model is found before the first answer
+                prehoc.attach(loaded, method, backend=how.backend, audit=how.audit).detach()
+            _answers.warm_up(loaded, ids, how)
+        if cut:
+            _common.log(f"{cut} of {len(text)} characters were left out of the middle of the text")
         for method in methods:
             stream = len(methods) == 1 and not as_json
             with _watch(method.name, len(ids), how.new_tokens, tokenizer if stream else None) as told:

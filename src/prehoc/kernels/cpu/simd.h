@@ -22,13 +22,15 @@ constexpr int64_t kSplit = 512;  // least keys worth a task of their own
 // one register of floats; GCC makes poor code of vectors that are wider than a register
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
-constexpr int kRegisters = 32;
 #elif defined(__AVX__)
 constexpr int kLanes = 8;
-constexpr int kRegisters = 16;
 #else
 constexpr int kLanes = 4;
+#endif
+#if defined(__AVX512F__) || !defined(__x86_64__)
 constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
 #endif
 typedef float vec __attribute__((vector_size(4 * kLanes)));
 typedef float vecu __attribute__((vector_size(4 * kLanes), aligned(4)));

@@ -23,27 +23,34 @@ inline float stream(const float* x, int64_t count) {
     return total;
 }
 
-// read the selected rows of keys and values as decode does, long enough ahead, and compute nothing
+// read the selected rows of keys and values in the order of decode, fetched as far ahead, and compute nothing
 template <class T>
 uint32_t gather(const Cache& c, int64_t b, int64_t hkv, int64_t heads, int64_t dim, int64_t dim_v, const int32_t* indices,
                 const int32_t* lengths, int64_t width) {
-    constexpr int64_t ahead = 32, line = 64, bytes = sizeof(uvec);  // rows ahead: with more nothing is faster
+    constexpr int64_t line = 64, bytes = sizeof(uvec);
     uint32_t total = 0;
 #pragma omp parallel for schedule(dynamic, 1) reduction(^ : total)
     for (int64_t pair = 0; pair < b * heads; ++pair) {
         const Head<T> head(c, pair / heads, pair % heads / (heads / hkv));
         const int32_t* list = indices + pair * width;
+        const int64_t count = lengths[pair];
         uvec held{};
-        const auto pass = [&](auto row, int64_t size) {
-            for (int64_t j = 0; j < lengths[pair]; ++j) {
-                if (j + ahead < lengths[pair])
-                    for (int64_t i = 0; i < size; i += line) __builtin_prefetch(row(list[j + ahead]) + i);
-                const char* from = row(list[j]);
-                for (int64_t i = 0; i + bytes <= size; i += bytes) held ^= *reinterpret_cast<const uvecu*>(from + i);
-            }
+        const auto fetch = [](const T* row, int64_t size) {
+            for (int64_t i = 0; i < size; i += line) __builtin_prefetch(reinterpret_cast<const char*>(row) + i);
         };
-        pass([&](int64_t col) { return reinterpret_cast<const char*>(head.key(col)); }, dim * int64_t(sizeof(T)));
-        pass([&](int64_t col) { return reinterpret_cast<const char*>(head.value(col)); }, dim_v * int64_t(sizeof(T)));
+        const auto read = [&](const T* row, int64_t size) {
+            const char* from = reinterpret_cast<const char*>(row);
+            for (int64_t i = 0; i + bytes <= size; i += bytes) held ^= *reinterpret_cast<const uvecu*>(from + i);
+        };
+        const int64_t key = dim * int64_t(sizeof(T)), value = dim_v * int64_t(sizeof(T));
+        for (int64_t at = 0; at < count; at += kBlock) {
+            const int64_t end = std::min(at + kBlock, count);
+            for (int64_t j = at; j < end; ++j) fetch(head.value(list[j]), value), read(head.key(list[j]), key);
+            for (int64_t j = at; j < end; ++j) {
+                if (j + kBlock < count) fetch(head.key(list[j + kBlock]), key);
+                read(head.value(list[j]), value);
+            }
+        }
         for (int lane = 0; lane < kLanes; ++lane) total ^= held[lane];
     }
     return total;
