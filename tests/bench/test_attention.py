@@ -25,6 +25,7 @@ METHODS = ("streaming", "oracle", "cis-8:matched=true", "cpe-16:phi=0.5,start_la
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a tiny cache, and FlexAttention as it is: compiling it takes longer than all tests here."""
     monkeypatch.setattr(memory, "last_cache_bytes", lambda device: 1)
+    monkeypatch.setattr(memory, "YARDSTICK", {"cpu": 0})
     monkeypatch.setattr(flex, "_compiled", lambda: torch.nn.attention.flex_attention.flex_attention)
 
 
@@ -175,6 +176,8 @@ def test_a_cell_that_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2**28)
     found = bench_cell(CELL, RandomInputs(), setup())
     assert found["skipped"] == "needs 0.3 GiB of memory, 0.2 are free" and "rows" not in found
+    monkeypatch.setattr(memory, "YARDSTICK", {"cpu": 2**30})
+    assert bench_cell(CELL, RandomInputs(), setup())["skipped"] == "needs 1.3 GiB of memory, 0.2 are free"
 
 
 def test_buffers_exceed_the_cache_and_half_of_the_memory_is_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +190,8 @@ def test_buffers_exceed_the_cache_and_half_of_the_memory_is_the_most(monkeypatch
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * one)  # five may be held, of four layers
     held = Held.of(CELL, setup(), 4)
     assert held.layers == 4 and [len(copies) for copies in held.copies] == [1] * 4
+    monkeypatch.setattr(memory, "YARDSTICK", {"cpu": 4 * one})
+    assert Held.of(CELL, setup(), 4).layers == 3
     monkeypatch.setattr(memory, "free_bytes", lambda device: one)
     assert Held.of(CELL, setup(), 4).layers == 1
 

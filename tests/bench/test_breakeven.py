@@ -69,7 +69,7 @@ def test_faults_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="is damaged .*; remove it and run prehoc bench break-even again"):
         load(TINY, torch.float32, METHOD, "reference")
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1)
-    with pytest.raises(ValueError, match="length 64 with batch 2 needs 0.3 GiB of memory"):
+    with pytest.raises(ValueError, match="length 64 with batch 2 needs 1.3 GiB of memory"):
         measure(TINY, RandomInputs(), METHOD, [64], 2, SETUP)
 
 
