@@ -38,6 +38,18 @@ def packed(model: nn.Module) -> Iterator[int]:
     ValueError
         When there is nothing to pack, with the reason.
     """
+    layers = packable(model)
+    try:
+        for layer in layers:  # into the instance, where it hides the class's own
+            layer.__dict__["forward"] = functools.partial(_forward, layer, _pack(layer.weight))
+        yield sum(layer.weight.nbytes for layer in layers)
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def packable(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers that `packed` would pack; raises ValueError, as it does, when there are none."""
     if not torch.backends.mkldnn.is_available():
         raise ValueError("packed: this torch was built without oneDNN; leave packed out")
     bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -52,19 +64,14 @@ def packed(model: nn.Module) -> Iterator[int]:
     ]
     if not layers:
         raise ValueError(_NOTHING.format(model=type(model).__name__, also=" or bfloat16" if bfloat16 else ""))
-    try:
-        for layer in layers:
-            layer.forward = functools.partial(_forward, layer, _pack(layer.weight))  # type: ignore[method-assign]
-        yield sum(layer.weight.nbytes for layer in layers)
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+    return layers
 
 
 @torch.inference_mode()
 def _pack(weight: Tensor) -> Tensor:
     few = 8  # rows that the layout is chosen for: decode batches
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), few)  # type: ignore[no-any-return]
+    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), few)
+    return copy
 
 
 def _forward(layer: nn.Linear, weight: Tensor, x: Tensor) -> Tensor:
@@ -75,4 +82,5 @@ def _forward(layer: nn.Linear, weight: Tensor, x: Tensor) -> Tensor:
         or x.dtype != weight.dtype
     ):
         return nn.Linear.forward(layer, x)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
+    return out

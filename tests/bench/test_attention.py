@@ -11,7 +11,8 @@ import torch
 from bench_shapes import TINY
 from prehoc import kernels
 from prehoc.bench import attention, lineup, memory, rows
-from prehoc.bench.attention import Cell, Held, Setup, bench_cell
+from prehoc.bench.attention import Cell, Setup, bench_cell
+from prehoc.bench.held import Held
 from prehoc.bench.inputs import RandomInputs
 from prehoc.bench.refcheck import RefcheckError
 from prehoc.kernels import flex, reference

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,16 +10,14 @@ import torch
 from torch import Tensor
 
 from prehoc.bench import memory
-from prehoc.bench.inputs import Inputs, LayerInputs, Shape
+from prehoc.bench.held import Held
+from prehoc.bench.inputs import Inputs, Shape
 from prehoc.bench.lineup import make_rows
 from prehoc.bench.measured import Measured
 from prehoc.bench.refcheck import check_rows
 from prehoc.bench.rows import MethodRow, ReadRow, Row, SdpaRow
-from prehoc.kernels.host import advise_large_pages
 from prehoc.selection import Rows, Step
 
-COLD = 32
-"""Bytes of cache held, in sizes of the last processor cache: an eighth of them, what methods read, still is four."""
 SAMPLES = 8
 """Steps, over all layers of a round, at which rows of fixed work are run."""
 HOPELESS = 5
@@ -78,53 +75,12 @@ class Setup:
         return [(2 * i + 1) * shape.layers // (2 * count) for i in range(count)]
 
 
-@dataclasses.dataclass
-class Held:
-    """Buffers of the cells' keys and values: some layers at once, each several times, so that no call finds them cached.
-
-    Attributes
-    ----------
-    layers : int
-        Layers held at once.
-    copies : list of list of (Tensor, Tensor)
-        Per held layer, its copies ``[B, Hkv, L, D]``.
-    """
-
-    layers: int
-    copies: list[list[tuple[Tensor, Tensor]]]
-
-    @classmethod
-    def of(cls, cell: Cell, setup: Setup, layers: int) -> Held:
-        """Allocate as many as the cold cache asks for, one at least, and more layers while half of the free memory allows."""
-        one = cell.shape.kv_bytes(cell.batch, cell.length, setup.dtype)
-        free = memory.free_bytes(setup.device)
-        wanted = COLD * memory.last_cache_bytes(setup.device)
-        most = wanted if free is None else max(free - memory.YARDSTICK[setup.device.type], 0) // 2
-        count = max(1, math.ceil(min(wanted, most) / one))
-        held = min(layers, max(count, most // one))
-        size = (cell.batch, cell.shape.kv_heads, cell.length, cell.shape.dim)
-
-        def buffer() -> Tensor:
-            buffer = torch.empty(size, dtype=setup.dtype, device=setup.device)
-            advise_large_pages(buffer)  # as the engine's caches are
-            return buffer
-
-        each = max(1, min(math.ceil(count / held), most // (one * held)))
-        return cls(held, [[(buffer(), buffer()) for _ in range(each)] for _ in range(held)])
-
-    def fill(self, slot: int, inputs: LayerInputs) -> None:
-        """Write a layer into all its copies, for every batch row."""
-        for k, v in self.copies[slot]:
-            k.copy_(inputs.k.expand_as(k))
-            v.copy_(inputs.v.expand_as(v))
-
-
 def misfit(cell: Cell, setup: Setup) -> str | None:
     """Return why a cell does not fit into the free memory, None if it does."""
     free = memory.free_bytes(setup.device)
     source = 2 * cell.shape.kv_heads * cell.length * cell.shape.dim * 4  # one sequence in float32
-    need = cell.shape.kv_bytes(cell.batch, cell.length, setup.dtype) + 2 * source + 2**28
-    need += memory.YARDSTICK[setup.device.type]
+    beside = memory.YARDSTICK[setup.device.type] + 2**28
+    need = cell.shape.kv_bytes(cell.batch, cell.length, setup.dtype) + 2 * source + beside
     if free is not None and need > free:
         return f"needs {need / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
     return None

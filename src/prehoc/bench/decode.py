@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from prehoc.bench.memory import free_bytes
-from prehoc.bench.systems import PACKED, STOCK, System
+from prehoc.bench.systems import STOCK, System
 from prehoc.integrations.transformers.layers import KVLayer
 from prehoc.integrations.transformers.session import attach
-from prehoc.packing import packed
+from prehoc.packing import packable
 from prehoc.selection import Method
 
 DENSE = "dense"
@@ -79,8 +79,8 @@ def bench_decode(
     ids = batch_rows(token_ids, need, batch)
     free = free_bytes(token_ids.device)
     if room is None and free is not None:
-        copies = sum(parameter.nbytes for parameter in model.parameters())  # of packed layers, at most
-        room = int(free * 0.7) - copies * any(system.name.startswith(PACKED) for system in systems)
+        packs = any(system.packs for system in systems)
+        room = int(free * 0.7) - sum(layer.weight.nbytes for layer in (packable(model) if packs else ()))
     groups = _groups(systems, cache_bytes(model, batch, need), room)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -145,9 +145,8 @@ def check_systems(model: Any, names: Sequence[str], context: int, backend: str |
     """Return stock, dense and the named systems; what is unknown or does not fit the model is refused here (ValueError)."""
     systems = [System.of(name, context) for name in dict.fromkeys([STOCK, DENSE, *names])]
     check_methods(model, [system.method for system in systems if system.method is not None], backend)
-    if any(system.name.startswith(PACKED) for system in systems):
-        with packed(model):
-            pass
+    if any(system.packs for system in systems):
+        packable(model)
     return systems
 
 

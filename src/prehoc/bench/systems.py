@@ -78,13 +78,14 @@ class System:
         ValueError
             For an unknown kind or method.
         """
-        plain = cls(name, None).plain
-        if plain != name and (plain.startswith(COMPILED) or plain == "sdpa-compiled"):
+        named = cls(name, None)
+        plain = named.plain
+        if named.packs and (plain.startswith(COMPILED) or plain == "sdpa-compiled"):
             raise ValueError(
                 f"{name!r} cannot be measured: compiled graphs leave packed layers out; leave one of them out"
             )
         if plain in STOCKS:
-            return cls(name, None)
+            return named
         if plain.startswith(STOCK):
             raise unknown("system", plain, STOCKS)
         return cls(name, sized(plain.removeprefix(COMPILED).removeprefix(FLEX), context))
@@ -94,9 +95,14 @@ class System:
         """The name without ``packed:``."""
         return self.name.removeprefix(PACKED)
 
+    @property
+    def packs(self) -> bool:
+        """Whether the model's linear layers are packed."""
+        return self.name.startswith(PACKED)
+
     def prefill_key(self) -> object:
         """Return what decides the keys and values after the prompt: systems with equal ones may copy each other's cache."""
-        return self.name if self.method is None else (self.plain == self.name, prefill_key(self.method))
+        return self.name if self.method is None else (self.packs, prefill_key(self.method))
 
     def read_prompt(self, model: Any, ids: Tensor, capacity: int, backend: str | None) -> None:
         """Prefill ``ids`` (int64 ``[B, T]``) into a new cache with room for `capacity` tokens."""
@@ -139,7 +145,7 @@ class System:
                 self.parts, self.part_steps = session.stopwatch.seconds, ids.shape[1]
 
     def _layers(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.plain == self.name else packed(model)
+        return packed(model) if self.packs else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _session(self, model: Any, backend: str | None, audit: float, seed: int) -> Iterator[Session]:
