@@ -28,7 +28,8 @@ def test_scores_kl_and_mass_are_paired_by_sample(tmp_path: Path) -> None:
     lines = [line(FIRST, "a", 0.5, 0.1, 0.9), line(FIRST, "b", 1.0, 0.3, 0.8), line(FIRST, "c", 1.0, None, None)]
     lines += [line(SECOND, "b", 0.0, 0.5, 0.7), line(SECOND, "a", 0.5, 0.2, 0.8), line(SECOND, "c", 1.0, 0.1, 0.5)]
     (tmp_path / "coqa.jsonl").write_text("\n".join(lines))
-    rows = [{"method": name, "covered": False} for name in (FIRST, SECOND)]
+    ratios = ((FIRST, 0.25), (SECOND, None))
+    rows = [{"method": name, "covered": False, "retrieval_ratio": ratio} for name, ratio in ratios]
     table = {"task": "coqa", "refused": "", "rows": rows}
     (tmp_path / "summary.json").write_text(json.dumps({"model": "m", "tables": [table]}))
 
@@ -44,3 +45,4 @@ def test_scores_kl_and_mass_are_paired_by_sample(tmp_path: Path) -> None:
     (row,) = shown.rows
     assert row[:5] == [FIRST, SECOND, "m", "coqa", "128"]
     assert row[6].startswith("-0.1500 [") and row[7].startswith("f1 +0.3333 [")
+    assert row[8] == "0.250 and none"

@@ -31,13 +31,13 @@ def evaluation(run: Run) -> list[Block]:
 
 def trends(run: Run) -> list[Block]:
     """Return the paired differences of ``benchmarks/trends.py``, a table for each thing that the paper says."""
-    header = ("first", "second", "model", "task", "keys", "retained mass", "KL to dense", "scores")
+    header = ("first", "second", "model", "task", "keys", "retained mass", "KL to dense", "scores", "rho")
     return [
         Table(
             claim[:1].upper() + claim[1:],
             header,
             [_trend(row) for row in run.document["rows"] if row["claim"] == claim],
-            "First minus second, with 95 % intervals and the number of pairs.",
+            "First minus second, with 95 % intervals and the number of pairs; rho of the first and of the second.",
         )
         for claim in dict.fromkeys(row["claim"] for row in run.document["rows"])
     ]
@@ -47,7 +47,8 @@ def _trend(row: Row) -> list[str]:
     scores = [f"{name.removeprefix('score_')} {_paired(row[name])}" for name in row if name.startswith("score_")]
     mass, divergence = (_paired(row[name]) if name in row else "" for name in ("mass", "kl"))
     names = [row[name] for name in ("first", "second", "model", "task")]
-    return [*names, str(row["budget"]), mass, divergence, "; ".join(scores)]
+    ratios = " and ".join("none" if ratio is None else f"{ratio:.3f}" for ratio in row["retrieval_ratios"])
+    return [*names, str(row["budget"]), mass, divergence, "; ".join(scores), ratios]
 
 
 def _paired(found: Row) -> str:
