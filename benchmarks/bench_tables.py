@@ -177,3 +177,26 @@ def prefill_sections() -> str:
                 f"{work} | {share} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def break_even_sections() -> str:
+    """Return from which length on a method was faster than dense, every measured length."""
+    lines: list[str] = []
+    for path in sorted(FOLDER.glob("break_even_*.json")):
+        document = json.loads(path.read_text())
+        shape = document["shape"]
+        inputs = ", ".join(
+            one["model"]["name"] if "model" in one else "random" for one in document["settings"]["inputs"]
+        )
+        lines += [
+            f"\nBatch {document['batch']} of {shape['heads']}/{shape['kv_heads']} x {shape['dim']}, {document['dtype']}, "
+            f"inputs of {inputs}, {document['machine']['torch_threads']} threads of {document['machine']['cpu']}: "
+            f"milliseconds a step and layer, dense / method ([data and command](../benchmarks/{path.name}))\n",
+            "| | faster from | " + " | ".join(map(str, document["methods"][0]["lengths"])) + " |",
+            "|---" * (len(document["methods"][0]["lengths"]) + 2) + "|",
+        ]
+        for found in document["methods"]:
+            times = zip(found["dense_ms"], found["method_ms"], strict=True)
+            cells = [str(found["length"] or "none"), *(f"{dense:.3f} / {ours:.3f}" for dense, ours in times)]
+            lines.append(f"| `{found['method']}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

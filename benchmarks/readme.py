@@ -181,6 +181,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
         "attention": bench_tables.attention_sections,
         "decode": bench_tables.decode_sections,
         "prefill": bench_tables.prefill_sections,
+        "break-even": bench_tables.break_even_sections,
     },
     ROOT / "docs" / "results.md": {"trends": eval_tables.trends_section, "runs": eval_tables.runs_section},
     ROOT / "docs" / "methods" / "cis.md": {"passkey": passkey_section, "sweep": sweep_section},

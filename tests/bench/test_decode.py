@@ -56,8 +56,10 @@ def test_methods_that_look_at_the_prompt_read_it_themselves(
     times = ((1.0, 1.0), (0.5, 0.5))
     monkeypatch.setattr(breakeven, "load", lambda *args, **more: BreakEven("cpe", (16, 32), *times, (None, None)))
     own = ["h2o:budget=48,local=16", "snapkv:budget=48,local=16", "auto:budget=48,local=16", "cpe:budget=48,local=16"]
-    rows = {row["system"]: row for row in bench_decode(model, ids, CONTEXT, [*own, *METHODS[:1]], ROUNDS, STEPS)}
-    assert [rows[name]["prefill_of"] for name in own] == [""] * 4 and rows[METHODS[0]]["prefill_of"] == "dense"
+    shared = [METHODS[0], f"packed:{METHODS[0]}"]
+    rows = {row["system"]: row for row in bench_decode(model, ids, CONTEXT, [*own, *shared], ROUNDS, STEPS)}
+    assert [rows[name]["prefill_of"] for name in own] == [""] * 4
+    assert [rows[name]["prefill_of"] for name in shared] == ["dense"] * 2, "packed layers change no prompt"
     assert rows[own[0]]["keys_per_head"] == 48
     assert rows[own[0]]["cache_bytes"] < rows["dense"]["cache_bytes"]
     assert rows[own[2]]["keys_per_head"] == rows[own[3]]["keys_per_head"], "auto prunes this prompt, as cpe does"

@@ -13,6 +13,8 @@ import pytest
 from bench_shapes import TINY, record
 from prehoc import cli
 from prehoc.bench import attention, breakeven, inputs, memory, refcheck, rows, stream
+from prehoc.plot.report import report
+from prehoc.plot.runs import read_run
 
 METHOD = "cis-8:budget=56,local=16"
 
@@ -142,8 +144,12 @@ def test_traced_inputs(
     assert "length 137 is above the 136 tokens of the trace 't.npz'" in capsys.readouterr().err
 
 
-def test_break_even_is_kept_for_auto(
-    bench: Callable[..., int], traced: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_break_even_is_kept_for_auto_and_written(
+    bench: Callable[..., int],
+    traced: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     times = iter([(1.0, 2.0), (2.0, 2.5), (4.0, 3.0), (8.0, 3.5)])
 
@@ -153,11 +159,20 @@ def test_break_even_is_kept_for_auto(
         return {"rows": [{"ms": dense}, {"ms": ours, "retrieval_ratio": 0.25}]}
 
     monkeypatch.setattr(breakeven, "bench_cell", cell)
-    options = ("--inputs", str(traced), "--length", "100,110,120,130", "--shape", "traced")
+    out = tmp_path / "b.json"
+    options = ("--inputs", str(traced), "--length", "100,110,120,130", "--shape", "traced", "--out", str(out))
     assert bench("break-even", *options) == 0
     shown = capsys.readouterr()
     assert "faster than dense from 120 tokens on" in shown.out and "2.29" in shown.out
     assert str(breakeven.path()) in shown.err
+    run = read_run(out)
+    (found,) = run.document["methods"]
+    assert run.kind == "break-even" and found["length"] == 120 and found["method_ms"] == [2.0, 2.5, 3.0, 3.5]
+    assert run.document["command"].startswith("prehoc bench break-even") and run.document["settings"]["steps"] == 8
+    page = report([run])
+    assert "Faster from 120 tokens on" in page and "2.29" in page
+    assert bench("break-even", *options[:-1], str(tmp_path / "none" / "b.json")) == 2
+    assert "create it first" in capsys.readouterr().err
 
 
 def test_break_even_is_asked_for_a_device_that_is_there(

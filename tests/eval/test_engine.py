@@ -89,6 +89,32 @@ def test_which_methods_share_a_prefill() -> None:
     assert len({keys[name] for name in ("dense", "psaw", "psaw:phi=0.5", "cpe", "etf")}) == 5
     own = ("snapkv", "snapkv:local=8", "h2o", "auto")  # they look at the prompt themselves
     assert len({*keys.values(), *(prefill_key(parse_method(name)) for name in own)}) == 5 + len(own)
+    for one, other in (("h2o", "h2o:budget=64"), ("snapkv", "snapkv:budget=64,kernel=7")):
+        assert prefill_key(parse_method(one)) == prefill_key(parse_method(other)), "they see the same in a prompt"
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ("h2o:critical=9,sink=2,local=3", "h2o:critical=5,sink=2,local=3"),
+        ("snapkv:critical=8,local=4", "snapkv:critical=5,local=4,kernel=3"),
+    ],
+)
+def test_evicting_methods_share_what_they_see_of_a_prompt(llama: LlamaForCausalLM, methods: tuple[str, str]) -> None:
+    engine = Engine(llama, "reference")
+    read = engine.prefill(parse_method(methods[0]), [prompt(41)], 9)
+    for name in (*methods, *methods):
+        (row,) = engine.decode(parse_method(name), read, [Ask(new_tokens=9)], ended=never).rows
+        assert row.tokens == alone(llama, name, prompt(41), 9), name
+    with prehoc.sparsify(llama, methods[0], backend="reference") as session:
+        cache = session.new_cache()
+        llama(torch.tensor([prompt(41)]), use_cache=True, past_key_values=cache)
+        llama(torch.tensor([[5]]), use_cache=True, past_key_values=cache)
+    with (
+        prehoc.sparsify(llama, methods[1], backend="reference"),
+        pytest.raises(ValueError, match="which it has not seen"),
+    ):
+        llama(torch.tensor([[6]]), use_cache=True, past_key_values=cache)  # keys are gone: nobody else goes on with it
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from prehoc.books import Books
 from prehoc.cache import KVStore
 from prehoc.kernels import host
-from prehoc.methods import H2O, parse_method
+from prehoc.methods import H2O, SnapKV, parse_method
 from prehoc.selection import Selection, State
 from walking import PROMPT, STEPS, text, told
 
@@ -167,6 +167,6 @@ def test_a_prompt_that_was_not_seen_is_an_error() -> None:
         H2O(budget=48).decide(told(q, k, v, rows)[0], State())
     notes = watched(H2O(budget=48), q, k, (0,))
     with pytest.raises(ValueError, match="has not seen"):
-        H2O(budget=49).decide(told(q, k, v, rows)[0], State(notes=notes))
+        SnapKV(budget=49).decide(told(q, k, v, rows)[0], State(notes=notes))
     with pytest.raises(ValueError, match="budget=47 is too small"):
         H2O(budget=47)

@@ -101,8 +101,11 @@ class System:
         return self.name.startswith(PACKED)
 
     def prefill_key(self) -> object:
-        """Return what decides the keys and values after the prompt: systems with equal ones may copy each other's cache."""
-        return self.name if self.method is None else (self.packs, prefill_key(self.method))
+        """Return what decides the keys and values after the prompt: systems with equal ones may copy each other's cache.
+
+        Packed layers round otherwise and decide nothing: a prompt of minutes is not read twice for them.
+        """
+        return self.name if self.method is None else prefill_key(self.method)
 
     def read_prompt(self, model: Any, ids: Tensor, capacity: int, backend: str | None) -> None:
         """Prefill ``ids`` (int64 ``[B, T]``) into a new cache with room for `capacity` tokens."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from prehoc.cli import _bench, _common
+from prehoc.files import check_writable
 
 
 def command(
@@ -28,6 +30,7 @@ def command(
         int | None, typer.Option(min=1, help="Layers to run, evenly spaced over the depth (default: all).")
     ] = None,
     device: _common.Device = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document here too.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     backend: _common.Backend = None,
     threads: _common.Threads = None,
@@ -40,14 +43,17 @@ def command(
     """
     lengths = _bench.numbers("--length", length)
     _bench.check_dtype(dtype)
+    if out is not None:
+        check_writable(out)
     import torch
 
-    from prehoc import kernels
+    from prehoc import kernels, provenance
     from prehoc.bench.attention import LEAD, Setup
     from prehoc.bench.breakeven import break_even, path
     from prehoc.bench.inputs import open_inputs
     from prehoc.bench.lineup import check_steps
     from prehoc.config import default_backend
+    from prehoc.files import write_document
     from prehoc.methods import parse_method
 
     _common.check_device(device)
@@ -67,8 +73,22 @@ def command(
             text: break_even(sizes, source, method, lengths, batch, setup, report) for text, method in chosen.items()
         }
     _common.log(f"kept in {path()}")
+    document = {
+        "benchmark": "break-even",
+        "shape": dataclasses.asdict(sizes),
+        "batch": batch,
+        "settings": {"inputs": source.describe(), "steps": steps, "rounds": rounds, "layers": layers, "device": device},
+        "dtype": dtype,
+        "backend": resolved,
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "command": provenance.command(),
+        "methods": [{**dataclasses.asdict(one), "length": one.length} for one in found.values()],
+    }
+    if out is not None:
+        write_document(out, document)
     if as_json:
-        _common.emit_json({text: {**dataclasses.asdict(one), "length": one.length} for text, one in found.items()})
+        _common.emit_json(document)
         return
     for text, measured in found.items():
         begin = "never" if measured.length is None else f"from {measured.length} tokens on"

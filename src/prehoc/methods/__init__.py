@@ -136,10 +136,11 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 def prefill_key(method: Method) -> Hashable:
     """Return what decides a method's prefill: methods with equal keys can decode from copies of one cache.
 
-    A method that watches the prompt to evict keys, or decides by its length whether to prune it, has a prefill of its own.
+    Methods that watch the prompt to evict keys share one with those that see the same in it; one that decides by the prompt's
+    length whether to prune it has a prefill of its own.
     """
     plan = dataclasses.replace(method.plan(), selector=None)
-    return plan, method if isinstance(method, (Evictor, Auto)) else None
+    return plan, method.sees() if isinstance(method, Evictor) else method if isinstance(method, Auto) else None
 
 
 def describe(method: Method) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import ClassVar
 
 import torch
@@ -33,6 +34,10 @@ class Evictor:
         """Return a plan whose selector is this configuration."""
         return Plan(selector=self)
 
+    def sees(self) -> Hashable:
+        """Return what decides the notes taken of a prompt: methods with equal ones can decode from copies of one cache."""
+        return self.name
+
     def watch(self, q: Tensor, k: Tensor, first: tuple[int, ...], scale: float, notes: State) -> None:
         """Take note of a prompt, or of one chunk of it.
 
@@ -49,9 +54,9 @@ class Evictor:
         notes : State
             Where to keep it.
         """
-        if notes.get("owner") != self:
+        if notes.get("owner") not in (self, self.sees()):
             notes.clear()
-            notes["owner"] = self
+            notes["owner"] = self.sees()  # whose they are is settled by who evicts
         self._note(q.detach(), k, first, scale, notes)
         notes["columns"] = k.shape[2]
         notes["prompt"] = True
@@ -81,11 +86,12 @@ class Evictor:
             When the method has not seen the prompt.
         """
         notes = store.notes
-        if notes.get("owner") != self or notes.get("columns") != store.length - 1:
+        if notes.get("owner") not in (self, self.sees()) or notes.get("columns") != store.length - 1:
             raise ValueError(
                 f"method {self.name!r} chooses by the prompt's queries, which it has not seen: attach it before the prompt is "
                 "read (a recorded trace does not hold them: use prehoc trace instead of a replay)"
             )
+        notes["owner"] = self
         text = store.length + store.dropped
         if notes.pop("prompt", False):
             self._shrink(store, step, text)

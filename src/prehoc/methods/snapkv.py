@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import ClassVar
 
 import torch
@@ -64,6 +65,10 @@ class SnapKV(Evictor):
     def size(self) -> Budget:
         """Return the budget."""
         return self._size
+
+    def sees(self) -> Hashable:
+        """Return what decides the notes: the window of queries."""
+        return self.name, self.local
 
     def _note(self, q: Tensor, k: Tensor, first: tuple[int, ...], scale: float, notes: State) -> None:
         window = q[:, :, -self.local :]

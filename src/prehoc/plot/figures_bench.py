@@ -13,7 +13,6 @@ from prehoc.plot.page import (
     Block,
     Drawing,
     Table,
-    interval,
     legend,
     method_styles,
     number,
@@ -97,7 +96,7 @@ def _attention_table(cell: Row, samples: str) -> Table:
 
 
 def _speedups(cells: Sequence[Row]) -> Figure:
-    groups = _grouped(cells, lambda cell: (_place(cell).rsplit(" x ", 1)[0],))
+    groups = grouped(cells, lambda cell: (_place(cell).rsplit(" x ", 1)[0],))
     styles = method_styles(row["row"] for cell in cells for row in cell["rows"] if "ms" in row)
     figure, axes = panels(len(groups), 2.8)
     for axis, ((place,), some) in zip(axes, groups.items(), strict=True):
@@ -121,7 +120,7 @@ def _speedups(cells: Sequence[Row]) -> Figure:
     return figure
 
 
-def _grouped(items: Iterable[Row], key: Callable[[Row], tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Row]]:
+def grouped(items: Iterable[Row], key: Callable[[Row], tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Row]]:
     """Return the items by key, in the order in which each key appears first."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for item in items:
@@ -250,58 +249,3 @@ def _paper_table(part: str, what: str, form: int) -> Table:
         for (batch, length), found in numbers.items()
     ]
     return Table(f"{part}: {what}", ("batch x length", *paper.COLUMNS[1:]), rows, folded=True)
-
-
-def prefill(run: Run) -> list[Block]:
-    """Return the tables of ``prehoc bench prefill``."""
-    header = ("system", "seconds", "10-90 %", "tokens/s", "x sdpa", "x dense", "operations of dense")
-    return [
-        Table(
-            f"Prompt of {length} tokens, batch {batch}: time to the first token",
-            header,
-            [
-                [
-                    row["system"],
-                    f"{row['seconds']:.3f}",
-                    f"{row['seconds_10']:.3f}-{row['seconds_90']:.3f}",
-                    f"{row['tokens_per_second']:.0f}",
-                    f"{row['times_sdpa']:.2f}",
-                    f"{row['times_dense']:.2f}",
-                    f"{row['operations'] / row['operations_dense']:.1%}" if "operations" in row else "",
-                ]
-                for row in rows
-            ],
-            f"Medians of n = {rows[0]['rounds']} interleaved rounds.",
-        )
-        for (length, batch), rows in _grouped(run.document["rows"], lambda row: (row["length"], row["batch"])).items()
-    ]
-
-
-def demo(run: Run) -> list[Block]:
-    """Return the table of ``prehoc demo --json``."""
-    rows = []
-    for answer in run.document["answers"]:
-        found = answer["report"]
-        read = found["decode"]
-        rows.append(
-            [
-                answer["method"],
-                f"{answer['first_token_seconds']:.2f}",
-                f"{answer['decode_tokens_per_second']:.2f}",
-                f"{read['keys_read'] / read['triples']:.0f} of {read['keys_visible'] / read['triples']:.0f}",
-                f"{read['bytes_read'] / read['bytes_dense']:.1%}",
-                number(read["retrieval_ratio"], 2),
-                interval(found["retained_mass"], 4),
-                answer["text"],
-            ]
-        )
-    header = ("method", "first token s", "tokens/s", "keys", "bytes of dense", "rho", "mass audited", "answer")
-    tokens = run.document["tokens_in_common"]
-    return [
-        Table(
-            f"One question about {run.document['prompt_tokens']} tokens",
-            header,
-            rows,
-            f"The first {tokens} tokens of the answers are the same.",
-        )
-    ]

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prehoc.plot import figures_bench, figures_eval, figures_rivals, figures_trace, figures_tune, paper
+from prehoc.plot import figures_bench, figures_eval, figures_rivals, figures_trace, figures_tune, paper, tables
 from prehoc.plot.page import Block, Section, render
 from prehoc.plot.runs import Run
 
 KINDS: dict[str, tuple[str, Callable[[Run], list[Block]]]] = {
     "attention": ("Attention operator", figures_bench.attention),
     "decode": ("Decode throughput", figures_bench.decode),
-    "prefill": ("Prefill", figures_bench.prefill),
-    "demo": ("Demo", figures_bench.demo),
+    "prefill": ("Prefill", tables.prefill),
+    "break-even": ("Break-even", tables.break_even),
+    "demo": ("Demo", tables.demo),
     "eval": ("Evaluation", figures_eval.evaluation),
     "trends": ("Paired differences of methods", figures_eval.trends),
     "rivals": ("Every method on the same queries and keys", figures_rivals.rivals),

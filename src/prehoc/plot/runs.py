@@ -11,7 +11,7 @@ from typing import Any
 from prehoc.trace import Trace
 
 ACCEPTED = (
-    "JSON of prehoc bench attention, decode or prefill, of tune cis or prefill, of demo --json, of "
+    "JSON of prehoc bench attention, decode, prefill or break-even, of tune cis or prefill, of demo --json, of "
     "benchmarks/rivals.py, theory_looseness.py or trends.py; the folder of prehoc eval or its summary.json; a trace (npz)"
 )
 
@@ -23,8 +23,8 @@ class Run:
     Attributes
     ----------
     kind : str
-        What wrote it: ``attention``, ``decode``, ``prefill``, ``tune cis``, ``tune prefill``, ``theory``, ``rivals``,
-        ``demo``, ``eval``, ``trends`` or ``trace``.
+        What wrote it: ``attention``, ``decode``, ``prefill``, ``break-even``, ``tune cis``, ``tune prefill``, ``theory``,
+        ``rivals``, ``demo``, ``eval``, ``trends`` or ``trace``.
     name : str
         The name of its file or folder.
     document : mapping
@@ -80,7 +80,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _kind(document: Mapping[str, Any]) -> str | None:
     """Return what wrote a document, None for anything else."""
-    if document.get("benchmark") in ("attention", "decode", "prefill", "trends"):
+    if document.get("benchmark") in ("attention", "decode", "prefill", "break-even", "trends"):
         return str(document["benchmark"])
     keys = document.keys()
     first = (document.get("rows") or document.get("runs") or [{}])[0]
