@@ -190,7 +190,7 @@ def break_even_sections() -> str:
         )
         lines += [
             f"\nBatch {document['batch']} of {shape['heads']}/{shape['kv_heads']} x {shape['dim']}, {document['dtype']}, "
-            f"inputs of {inputs}, {document['machine']['torch_threads']} threads of {document['machine']['cpu']}: "
+            f"queries and keys of {inputs}, {document['machine']['torch_threads']} threads of {document['machine']['cpu']}: "
             f"milliseconds a step and layer, dense / method ([data and command](../benchmarks/{path.name}))\n",
             "| | faster from | " + " | ".join(map(str, document["methods"][0]["lengths"])) + " |",
             "|---" * (len(document["methods"][0]["lengths"]) + 2) + "|",

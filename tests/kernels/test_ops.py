@@ -136,7 +136,9 @@ def test_a_step_of_cis_changes_its_state() -> None:
 def test_a_backend_without_a_step_of_cis_is_named() -> None:
     q, k, _ = inputs()
     with pytest.raises(ValueError, match="backend 'reference' does not do a step of CIS in one operation on cpu; use"):
-        ops.cis_step(q, k, state(), PAD, START, 4, 6, (8, 8), (2, 2), None, None, 1, 4, True, 0.5, 0.25, "reference")
+        ops.cis_step(
+            q, k, state(), PAD, START, 4, 6, (8, 8), (2, 2), None, None, 1, 4, True, 0.5, 0.25, None, "reference"
+        )
 
 
 def test_one_graph_serves_all_lengths() -> None:
@@ -187,6 +189,7 @@ def test_torchs_own_compiler_takes_them() -> None:
                     True,
                     0.5,
                     0.25,
+                    q.float() * 2,
                     "cpu",
                 ),
             ),
@@ -206,7 +209,7 @@ def test_eager_calls_meet_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
     order = ops.retrieve(q, k, None, HKV, PAD, START, SINK, LOCAL, 8, 0.25).order
     lists, lengths = ops.dilate(order, 0, 9, N, SINK, LOCAL, 1, 2, 8)
     ops.decode_selected(q, k, v, lists.view(B, HKV, -1), lengths.view(B, HKV), 0.25)
-    ops.cis_step(q, k, state(), PAD, START, SINK, LOCAL, (8, 8), (2, 2), None, None, 1, 4, True, 0.5, 0.25, "cpu")
+    ops.cis_step(q, k, state(), PAD, START, SINK, LOCAL, (8, 8), (2, 2), None, None, 1, 4, True, 0.5, 0.25, None, "cpu")
 
 
 def test_nothing_is_registered_by_importing_the_package() -> None:

@@ -347,6 +347,7 @@ METHODS: list[dict[str, Any]] = [
     {"critical": 9, "block_size": 2, "tau": 0.5, "local_window": "sliding", "granularity": "query_head", "sink": 0},
     {"critical": 7, "tau": 0.9, "radius": 2, "dilate": 5},
     {"critical": 20, "mass": 0.7, "tau": 0.5},
+    {"critical": 12, "block_size": 3, "tau": 0.3, "gate": "score"},
 ]
 
 

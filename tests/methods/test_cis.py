@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prehoc.methods import CIS, CPE
+from prehoc.methods import CIS, CPE, _gate
 from prehoc.selection import Decision, Rows, Selection, State, Step
 
 NEAR_TAU = 1e-5  # a cosine this close to tau may fall on either side
@@ -24,7 +24,9 @@ NEAR_TIE = 2e-5  # scores this close may swap places (float32 against float64)
 class Head:
     """What one (row, head) remembers."""
 
-    anchor: np.ndarray | None = None  # [G, D], raw queries, or [1, W], what else the gate compares
+    anchor: np.ndarray | None = (
+        None  # [G, D], raw queries, [G, n], their scores, or [1, W], what else the gate compares
+    )
     keys: set[int] = dataclasses.field(default_factory=set)  # dilated set, columns
     window: int = 0  # first column of the local window at the anchor
     age: int = 0  # steps since the own retrieval
@@ -89,6 +91,8 @@ class Simulator:
                 compared = mine
                 if c.gate == "key":
                     compared = keys[-1:]
+                elif c.gate == "score":
+                    compared = self._scores(mine, keys, row, n)
                 elif c.gate == "hidden":
                     assert step.hidden is not None
                     compared = step.hidden[row, None].double().numpy()
@@ -103,6 +107,14 @@ class Simulator:
                     float(decision.cosine[row, head]),
                     where,
                 )
+
+    def _scores(self, q: np.ndarray, k: np.ndarray, row: int, n: int) -> np.ndarray:
+        """Return the scores [G, 1024] of evenly spaced keys of the prompt, less their mean: cosines are correlations."""
+        pad, prompt = self.pad[row], self.prompt[row] or n - self.pad[row]
+        skip = self.c.sink if prompt > self.c.sink + 16 else 0
+        places = [pad + skip + i * (prompt - skip) // 1024 for i in range(1024)]
+        scores = q @ k[places].T
+        return scores * 0 if len(set(places)) == 1 else scores - scores.mean(1, keepdims=True)
 
     def _head(
         self,
@@ -125,7 +137,7 @@ class Simulator:
             assert known.anchor is not None
             least = min(cosine_of(a, b) for a, b in zip(compared, known.anchor, strict=True))
             assert math.isnan(least) == math.isnan(cosine), where
-            assert math.isnan(least) or abs(least - cosine) < 2e-6, where
+            assert math.isnan(least) or abs(least - cosine) < (NEAR_TAU if c.gate == "score" else 2e-6), where
         else:
             assert math.isnan(cosine), where
         expired = known is None
@@ -331,6 +343,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # keys of neighbouring tokens are drawn apart: few cosines are large. No cosine of small integers is .13 exactly
     "gate on keys": {"gate": "key", "tau": 0.13},
     "gate on hidden states": {"gate": "hidden"},
+    "gate on scores": {"gate": "score"},
+    "gate on scores, matched, long block": {
+        "gate": "score",
+        "tau": 0.4,
+        "critical": 20,
+        "matched": True,
+        "block_size": 12,
+    },
     "gate on keys, mass, matched": {"gate": "key", "tau": 0.13, "mass": 0.7, "critical": 20, "matched": True},
     "gate on hidden states, long block": {"gate": "hidden", "tau": 0.7, "block_size": 16, "dilate": 4},
 }
@@ -385,7 +405,7 @@ def test_excused_cases_are_few() -> None:
     assert sum(s.excused for s in total) <= 0.01 * sum(s.compared for s in total)
 
 
-@pytest.mark.parametrize("wrong", [{"tau": 0.7}, {"gate": "key"}, {"gate": "hidden"}])
+@pytest.mark.parametrize("wrong", [{"tau": 0.7}, {"gate": "key"}, {"gate": "hidden"}, {"gate": "score"}])
 def test_simulator_sees_a_wrong_gate(wrong: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         walk = WALKS["plain"]
@@ -395,7 +415,7 @@ def test_simulator_sees_a_wrong_gate(wrong: dict[str, Any]) -> None:
             simulator.run(step, other.decide(step, state))
 
 
-@pytest.mark.parametrize("gate", [{}, {"gate": "key", "tau": -0.2}, {"gate": "hidden", "tau": 0.87}])
+@pytest.mark.parametrize("gate", [{}, {"gate": "key", "tau": -0.2}, {"gate": "hidden", "tau": 0.87}, {"gate": "score"}])
 def test_all_paths_are_taken(gate: dict[str, Any]) -> None:
     """The walks share, fail the gate, expire and start covered: a simulator that sees one path only proves little."""
     cis, walk, state = CIS(**{**BASE, **gate}), Walk(steps=40), State()
@@ -426,7 +446,7 @@ sizes = st.fixed_dictionaries(
         "granularity": st.sampled_from(["kv_head", "query_head"]),
         "matched": st.booleans(),
         "mass": st.none() | st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
-        "gate": st.sampled_from(["query", "query", "query", "key", "hidden"]),
+        "gate": st.sampled_from(["query", "query", "query", "score", "score", "key", "hidden"]),
     }
 )
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -696,6 +716,54 @@ def test_the_queries_of_other_gates_do_not_matter() -> None:
             decision = cis.decide(step, state)
             assert decision.retrieved is not None
             assert bool(decision.retrieved.all()) == bool(decision.retrieved.any()) == (i % 4 == 0)
+
+
+def test_the_axes_of_the_keys_are_those_of_their_covariance() -> None:
+    """More keys than are sampled, more axes than are kept, ragged rows: the best 16 of each KV head, whoever asks and when."""
+    random = torch.Generator().manual_seed(40)
+    wide = torch.randn(2, 3, 2100, 24, generator=random) * torch.linspace(3, 0.1, 24) + 5
+    rows = Rows((0, 37), (2080, 2043))
+    step = Step(0, torch.randn(2, 6, 24, generator=random), wide[:, :, :2090], wide, 0.2, rows, (0, 0))
+    found = _gate.axes(step, sink=8)
+    assert found.shape == (2, 3, 24, 16)
+    for row, (pad, prompt) in enumerate(zip(rows.pad, rows.prompt, strict=True)):
+        places = [pad + 8 + i * (prompt - 8) // 1024 for i in range(1024)]
+        for head in range(3):
+            cov = np.cov(wide[row, head, places].double().numpy().T, bias=True)
+            values, vectors = np.linalg.eigh(cov)
+            best = vectors[:, -16:] * values[-16:] @ vectors[:, -16:].T
+            mine = found[row, head].double().numpy()
+            np.testing.assert_allclose(mine @ mine.T, best, atol=1e-4 * values[-1])
+    later = dataclasses.replace(step, k=wide)
+    alone = dataclasses.replace(step, q=step.q[1:], k=wide[1:, :, 37:], rows=Rows((0,), (2043,)), masked=(0,))
+    assert torch.equal(_gate.axes(later, sink=8), found)
+    torch.testing.assert_close(_gate.axes(alone, sink=8)[0], found[1])
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_queries_that_only_move_every_score_alike_share(backend: str) -> None:
+    """The softmax does not see what a query adds to all scores, nor does the gate, however far the query turns."""
+    cis, state, first = CIS(**{**BASE, "gate": "score", "tau": 0.999}), State(), None
+    for i, step in enumerate(Walk(seed=32, steps=9, backend=backend)):
+        first = first or step
+        step.k[..., 0] = 4.0  # along this axis all keys are the same
+        step.q.copy_(first.q)
+        step.q[..., 0] += 50.0 * (i % 3)
+        decision = cis.decide(step, state)
+        assert decision.retrieved is not None
+        assert bool(decision.retrieved.all()) == bool(decision.retrieved.any()) == (i % 4 == 0)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_keys_that_do_not_differ_give_no_gate(backend: str) -> None:
+    cis, state = CIS(**{**BASE, "gate": "score", "tau": -1.0}), State()
+    for step in Walk(seed=33, steps=6, backend=backend):
+        step.k[:] = step.k[:, :, 7:8]
+        decision = cis.decide(step, state)
+        assert decision.retrieved is not None and decision.cosine is not None
+        assert bool(decision.retrieved.all()) and bool(decision.cosine.isnan().all())
+        h, w = step.q.shape[1], 16
+        assert decision.anchors == 4 * len(step.q) * (h * w + step.k.shape[1] * 16 * w), "anchors and axes are read"
 
 
 def test_a_step_without_hidden_states_is_refused() -> None:

@@ -36,9 +36,10 @@ class CIS:
         s: a retrieval serves at most s steps, its own included.
     tau : float
         A head shares while the least cosine of its queries with their anchors exceeds this, in [-1, 1].
-    gate : {"query", "key", "hidden"}
-        What has that cosine: the head's queries, or, for comparison (Table IX), its newest key after the rotary embedding or
-        the hidden state that enters the layer.
+    gate : {"query", "score", "key", "hidden"}
+        What has that cosine: the head's queries; the scores that they give the prompt's keys (their correlation, in the keys'
+        leading principal axes); or, for comparison (Table IX), its newest key after the rotary embedding or the hidden state
+        that enters the layer.
     dilate : int, optional
         m, the best keys whose neighbours are added; None: critical // 3 per head.
     radius : int
@@ -72,7 +73,7 @@ class CIS:
     local: int = DEFAULT_LOCAL
     block_size: int = 8
     tau: float = 0.6
-    gate: Literal["query", "key", "hidden"] = "query"
+    gate: Literal["query", "score", "key", "hidden"] = "query"
     dilate: int | None = None
     radius: int = 1
     refresh: Literal["rolling", "block"] = "rolling"
@@ -144,11 +145,13 @@ class CIS:
         hs, device = middle.heads, step.q.device
         native = getattr(kernels.get(step.backend, device), "cis_step", None)
         exact = self.retrieval == "exact"
-        plain = self.refresh == "rolling" and self.mass is None and exact and self.gate == "query"
+        plain = self.refresh == "rolling" and self.mass is None and exact and self.gate in ("query", "score")
+        if self.gate == "score" and "axes" not in state:
+            state["axes"] = _gate.axes(step, self.sink)
         if native is not None and plain and all(middle.counted):
             return self._native(native, step, state, middle)
         look = host.may_look(device)
-        unit = _gate.compared(self.gate, step)
+        unit = _gate.compared(self.gate, step, state.get("axes"))
         boundary, anchored = self._advance(step, state), "anchor" in state
         if anchored:
             cosine = _gate.cosines(unit, state["anchor"], hs)
@@ -188,7 +191,7 @@ class CIS:
             cosine,
             middle.counted,
             middle.scored,
-            anchors=unit.numel() * unit.element_size(),
+            anchors=_read_by_the_gate(state),
             scores_all=not look,
             heads=hs,
             copied=copies,
@@ -208,7 +211,13 @@ class CIS:
         critical, always = middle.critical, self.sink + self.local
         best = tuple(keys // DILATE_SHARE if self.dilate is None else self.dilate for keys in critical)
         limit = tuple(max(keys - self._growth, 0) + always for keys in critical) if self.matched else None
-        _reserve(state, step.q, middle.heads, always + max(critical) + 2 * self.radius * max(best) + self._growth + 1)
+        vectors = _gate.projected(step, state["axes"]) if self.gate == "score" else None
+        _reserve(
+            state,
+            step.q if vectors is None else vectors,
+            middle.heads,
+            always + max(critical) + 2 * self.radius * max(best) + self._growth + 1,
+        )
         retrieved, cosine = cis_step(
             step.q,
             step.k,
@@ -226,9 +235,9 @@ class CIS:
             self.local_window == "frozen",
             self.tau,
             step.scale,
+            vectors,
         )
-        anchor, selection = state["anchor"], Selection(state["indices"], state["lengths"])
-        read = anchor.numel() * anchor.element_size()
+        selection, read = Selection(state["indices"], state["lengths"]), _read_by_the_gate(state)
         return Decision(selection, retrieved, cosine, middle.counted, middle.scored, anchors=read, heads=middle.heads)
 
     def _keeps_copies(self, step: Step) -> bool:
@@ -282,6 +291,11 @@ class CIS:
         _gate.keep(state["anchor"], unit, fresh)
         state["age"].masked_fill_(fresh, 0)
         return today
+
+
+def _read_by_the_gate(state: State) -> int:
+    """Return the bytes of the anchors, and of the axes along which they are compared."""
+    return sum(state[name].numel() * state[name].element_size() for name in ("anchor", "axes") if name in state)
 
 
 def _reserve(state: State, compared: Tensor, heads: int, width: int) -> None:

@@ -14,13 +14,19 @@ struct CisSizes {
     int64_t per_best, width, block_size, frozen;
 };
 
-// the state of the layer: sets [B, Hs, width], their lengths and ages [B, Hs] (age < 0: no set), unit anchors [B, H, D]
+// the state of the layer: sets [B, Hs, width], their lengths and ages [B, Hs] (age < 0: no set), unit anchors [B, H, C]
 struct CisState {
     int32_t *indices, *lengths, *age;
     float* anchor;
 };
 
-// unit vectors of one head's queries, and their least cosine with the anchors; a zero query or no anchor gives NaN
+// what the gate compares with the anchors: [B, H, size], the queries or a projection of them
+struct Compared {
+    const float* vectors;
+    int64_t size;
+};
+
+// unit vectors of what one head's queries are compared by, and their least cosine with the anchors; a zero or no anchor gives NaN
 inline float least_cosine(const float* q, const float* anchor, int64_t groups, int64_t dim, float* unit) {
     float least = 1.0f;
     for (int64_t g = 0; g < groups; ++g, q += dim, anchor += dim, unit += dim) {
@@ -48,16 +54,17 @@ inline void follow(const CisSizes& s, int32_t* list, int32_t& length) {
 }
 
 template <class T>
-void cis_step(const float* q, float scale, double tau, const Cache& c, const CisSizes& s, const int64_t* first,
-              const int64_t* start, const int64_t* critical, const int64_t* best, const int64_t* limit, const CisState& state,
-              bool* retrieved, float* cosine) {
-    const int64_t pairs = s.rows * s.heads, span = s.groups * s.dim;
-    std::vector<float> unit(pairs * span), scaled(pairs * span);
+void cis_step(const float* q, const Compared& gate, float scale, double tau, const Cache& c, const CisSizes& s,
+              const int64_t* first, const int64_t* start, const int64_t* critical, const int64_t* best, const int64_t* limit,
+              const CisState& state, bool* retrieved, float* cosine) {
+    const int64_t pairs = s.rows * s.heads, span = s.groups * s.dim, wide = s.groups * gate.size;
+    std::vector<float> unit(pairs * wide), scaled(pairs * span);
 #pragma omp parallel for schedule(static) if (pairs * span > 16384)
     for (int64_t pair = 0; pair < pairs; ++pair) {
         const float* mine = q + pair * span;
         for (int64_t d = 0; d < span; ++d) scaled[pair * span + d] = mine[d] * scale;
-        cosine[pair] = least_cosine(mine, state.anchor + pair * span, s.groups, s.dim, &unit[pair * span]);
+        cosine[pair] =
+            least_cosine(gate.vectors + pair * wide, state.anchor + pair * wide, s.groups, gate.size, &unit[pair * wide]);
         int32_t& age = state.age[pair];
         age += age >= 0;
         follow(s, state.indices + pair * s.width, state.lengths[pair]);
@@ -78,7 +85,7 @@ void cis_step(const float* q, float scale, double tau, const Cache& c, const Cis
             dilate(order.data() + i * s.topk, s.topk, first[row], start[row], s.columns, s.sink, s.local, s.radius, best[row],
                    critical[row], limit ? limit[row] : s.columns, s.per_best, s.width, state.indices + pair * s.width);
         state.age[pair] = 0;
-        std::copy_n(&unit[pair * span], span, state.anchor + pair * span);
+        std::copy_n(&unit[pair * wide], wide, state.anchor + pair * wide);
     }
 }
 

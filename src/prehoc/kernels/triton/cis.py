@@ -25,7 +25,7 @@ WARPS = 4
 
 @triton.jit(do_not_specialize=["columns", "local", "width", "block_size"])
 def _gate(
-    q,  # [B, H, D], contiguous
+    q,  # [B, H, D], contiguous: queries, or what they are compared by
     anchor,  # float32 [B, H, D]
     indices,  # int32 [B, Hs, width]
     lengths,  # int32 [B, Hs]
@@ -92,17 +92,19 @@ def cis_step(
     frozen: bool,
     tau: float,
     scale: float,
+    compared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do a whole step of CIS (rolling refresh, exact top-k); arguments, state and results as in the CPU backend."""
     launch.check(q, k)
-    (b, h, d), n, (_, hs, width) = q.shape, k.shape[2], state["indices"].shape
+    (b, h, _), n, (_, hs, width) = q.shape, k.shape[2], state["indices"].shape
     q, group, device = q.contiguous(), h // hs, q.device
+    vectors = q if compared is None else compared.contiguous()
     retrieved = torch.empty((b, hs), dtype=torch.bool, device=device)
     cosine = torch.empty((b, hs), dtype=torch.float32, device=device)
     rows = launch.per_row(device, first, start, best, critical, (0,) * b if limit is None else limit)
     with torch.cuda.device_of(q):
         _gate[(b * hs,)](
-            q,
+            vectors,
             *(state[name] for name in ("anchor", "indices", "lengths", "age")),
             retrieved,
             cosine,
@@ -112,10 +114,10 @@ def cis_step(
             block_size,
             tau,
             GROUP=group,
-            D=d,
+            D=vectors.shape[2],
             FROZEN=frozen,
             G_PAD=launch.padded(group),
-            D_PAD=launch.padded(d),
+            D_PAD=launch.padded(vectors.shape[2]),
             LOCAL_PAD=launch.padded(local),
             num_warps=WARPS,
         )
