@@ -21,7 +21,7 @@ def run_section(path: Path) -> str:
     """Return the tables of one run."""
     document = json.loads(path.read_text())
     asked = "question decoded" if document["decode_question"] else "query-aware prefill"
-    lines = [f"\n### {document['model']}, {path.stem.split('_')[-1]}\n", "```", document["command"], "```", ""]
+    lines = [f"\n### {document['model']}, {path.stem.split('_', 2)[2]}\n", "```", document["command"], "```", ""]
     for table in document["tables"]:
         head = [f"**{table['task']}**, n = {table['rows'][0]['n']}, {asked}, {document['dtype']}"]
         if table["refused"]:

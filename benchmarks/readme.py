@@ -78,7 +78,7 @@ def sweep_section() -> str:
     path = ROOT / "benchmarks" / "tune_cis_smollm2.json"
     if not path.exists():
         return ""
-    from prehoc.eval.cis_sweep import bytes_at_equal_mass, table
+    from prehoc.eval.cis_sweep import table
 
     document = json.loads(path.read_text())
     intro = (
@@ -87,41 +87,90 @@ def sweep_section() -> str:
         f" changes one thing from the defaults ([data and command](../../benchmarks/{path.name})).\n"
     )
     tables = [f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"]]
-    gates = {tau: "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")}
-    gates = {"no gate": "s=8, no gate", **gates}
+    taus = {tau: "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")}
+    gates = {"no gate": "s=8, no gate", **{f"tau {tau}": label for tau, label in taus.items()}}
+    return intro + "\n".join(_at_equal_mass(document, gates)) + "\n" + "".join(tables)
+
+
+def _at_equal_mass(document: dict[str, Any], gates: dict[str, str]) -> list[str]:
+    """Return a table of what each gate reads when its budget is chosen to retain what tau 0.8 retains."""
+    from prehoc.eval.cis_sweep import bytes_at_equal_mass
+
     lines = [
         "\nBytes of dense attention at equal mass: for each gate the budget is chosen so that it retains what tau 0.8 retains at"
         f" {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured budgets).\n",
-        "| retained mass | " + " | ".join(f"tau {gate}" if gate[0] == "0" else gate for gate in gates) + " |",
+        "| retained mass | " + " | ".join(gates) + " |",
         "|---" * (len(gates) + 1) + "|",
     ]
     for mass, shares in bytes_at_equal_mass(document["rows"], list(gates.values()), "tau=0.8")[:-1]:
         cells = [f"{mass:.4f}", *("-" if share is None else f"{share:.1%}" for share in shares.values())]
         lines.append("| " + " | ".join(cells) + " |")
-    return intro + "\n".join(lines) + "\n" + "".join(tables)
+    return lines
+
+
+def score_gate_section() -> str:
+    """Return the gates on queries and on scores beside each other, a model a table."""
+    queries = {f"query {tau}": "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.5", "0.6", "0.7", "0.8")}
+    gates = {**queries, **{f"score {tau}": f"gate=score, tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8")}}
+    lines: list[str] = []
+    for path in sorted((ROOT / "benchmarks").glob("tune_gate_*.json")):
+        document = json.loads(path.read_text())
+        budget = document["budgets"][0]
+        rows = {row["label"]: row for row in document["rows"] if row["budget"] == budget}
+        texts = ", ".join(text["file"] for text in document["texts"])
+        lines += [
+            f"\n{document['model']}, {document['prompt_tokens']} tokens of prompt and {document['steps']} decoded of {texts}, "
+            f"{len(document['layers'])} layers, n = {rows['oracle']['n']} "
+            f"([data and command](../../benchmarks/{path.name})), at {budget} keys (oracle "
+            f"{rows['oracle']['retained']['mean']:.4f}):\n",
+            "| | " + " | ".join(gates) + " |",
+            "|---" * (len(gates) + 1) + "|",
+            "| retrieval ratio | "
+            + " | ".join(f"{rows[label]['retrieval_ratio']['mean']:.2f}" for label in gates.values())
+            + " |",
+            "| bytes of dense | " + " | ".join(f"{rows[label]['bytes_share']:.1%}" for label in gates.values()) + " |",
+            "| retained mass | "
+            + " | ".join(f"{rows[label]['retained']['mean']:.4f}" for label in gates.values())
+            + " |",
+            *_at_equal_mass(document, gates),
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def passkey_section() -> str:
     """Return what the gates find in a retrieval task: share of bytes, retained mass and passkeys found."""
-    path = ROOT / "benchmarks" / "passkey_gate_smollm2.json"
-    document = json.loads(path.read_text())
-    rows = {row["method"]: row for row in document["tables"][0]["rows"]}
-    shown = ["dense", "oracle:budget=64", "oracle:budget=128"]
-    shown += [
-        f"cis:budget={budget},tau={tau}" for budget in (64, 128, 256) for tau in ("0.5", "0.6", "0.7", "0.8", "0.9")
-    ]
+    taus = ("0.5", "0.6", "0.7", "0.8", "0.9")
+    return _passkeys("passkey_gate_smollm2.json", ("dense", "oracle:budget=64", "oracle:budget=128"), "", taus, "0.5")
+
+
+def score_passkey_section() -> str:
+    """Return the same of the gate on scores, the default gate beside it."""
+    first = ("dense", *(f"cis:budget={budget}" for budget in (64, 128, 256)))
+    return _passkeys(
+        "passkey_score_gate_smollm2.json", first, ",gate=score", ("0.4", "0.5", "0.6", "0.7", "0.8"), "0.6"
+    )
+
+
+def _passkeys(name: str, first: tuple[str, ...], gate: str, taus: tuple[str, ...], default: str) -> str:
+    def parts(method: str) -> frozenset[str]:
+        unsaid = "" if "tau=" in method or not method.startswith("cis") else f",tau={default}"  # when it was measured
+        return frozenset((method + unsaid).replace(":", ",").split(","))
+
+    document = json.loads((ROOT / "benchmarks" / name).read_text())
+    rows = {parts(row["method"]): row for row in document["tables"][0]["rows"]}
+    shown = [*first, *(f"cis:budget={budget},tau={tau}{gate}" for budget in (64, 128, 256) for tau in taus)]
     lines = [
         f"Five digits hidden in {document['length']} tokens of noise and asked for in decode steps, {document['model']}, n ="
-        f" {rows['dense']['n']} ([data and command](../../benchmarks/{path.name})):\n",
+        f" {rows[parts('dense')]['n']} ([data and command](../../benchmarks/{name})):\n",
         "| | bytes of dense | retained mass | found (95 %) |",
         "|---|---|---|---|",
     ]
-    for name in shown:
-        row = rows[name if name in rows else name.replace(",tau=0.5", "")]
+    for method in shown:
+        row = rows[parts(method)]
         found, mass = row["scores"]["found"], row["retained_mass"]
         kept = "1" if mass is None else f"{mass['mean']:.3f}"
         score = f"{found['mean']:.0f} % [{found['low']:.0f}, {found['high']:.0f}]"
-        lines.append(f"| `{name}` | {row['bytes_share']:.0%} | {kept} | {score} |")
+        lines.append(f"| `{method}` | {row['bytes_share']:.0%} | {kept} | {score} |")
     return "\n".join(lines) + "\n"
 
 
@@ -184,7 +233,12 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
         "break-even": bench_tables.break_even_sections,
     },
     ROOT / "docs" / "results.md": {"trends": eval_tables.trends_section, "runs": eval_tables.runs_section},
-    ROOT / "docs" / "methods" / "cis.md": {"passkey": passkey_section, "sweep": sweep_section},
+    ROOT / "docs" / "methods" / "cis.md": {
+        "passkey": passkey_section,
+        "score": score_gate_section,
+        "score passkey": score_passkey_section,
+        "sweep": sweep_section,
+    },
 }
 
 if __name__ == "__main__":
