@@ -82,7 +82,8 @@ def compared(gate: str, step: Step, along: Tensor | None = None) -> Tensor:
     """
     if gate == "query":
         found = step.q.float()
-    elif along is not None:
+    elif gate == "score":
+        assert along is not None
         found = projected(step, along)
     elif gate == "key":
         found = step.k[:, :, -1].float()

@@ -73,17 +73,17 @@ void prehoc_dilate(const int64_t* order, int64_t r, int64_t k, const int64_t* fi
 }
 
 // one step of CIS: the state tensors are updated in place; limit may be null; compared [B, H, width] is what the gate compares
-void prehoc_cis(int type, const float* q, const float* compared, int64_t width, double scale, double tau, const void* k, const int64_t* strides,
-                const int64_t* sizes, const int64_t* first, const int64_t* start, const int64_t* critical, const int64_t* best,
-                const int64_t* limit, int32_t* indices, int32_t* lengths, int32_t* age, float* anchor, bool* retrieved,
-                float* cosine) {
+void prehoc_cis(int type, const float* q, const float* compared, int64_t width, double scale, double tau, const void* k,
+                const int64_t* strides, const int64_t* sizes, const int64_t* first, const int64_t* start,
+                const int64_t* critical, const int64_t* best, const int64_t* limit, int32_t* indices, int32_t* lengths,
+                int32_t* age, float* anchor, bool* retrieved, float* cosine) {
     const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0};
     CisSizes s;
     static_assert(sizeof(s) == 14 * sizeof(int64_t));
     std::memcpy(&s, sizes, sizeof(s));
     with_type(type, [&](auto t) {
-        cis_step<decltype(t)>(q, {compared, width}, float(scale), tau, c, s, first, start, critical, best, limit, {indices, lengths, age, anchor},
-                              retrieved, cosine);
+        cis_step<decltype(t)>(q, {compared, width}, float(scale), tau, c, s, first, start, critical, best, limit,
+                              {indices, lengths, age, anchor}, retrieved, cosine);
     });
 }
 }
