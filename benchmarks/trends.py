@@ -23,6 +23,16 @@ PAIRS = (  # first minus second; what the paper says of it
     ("cis-8", "random_expansion", "neighbours are better than random keys"),
     ("cis-8:matched=true", "cis_key:matched=true", "queries are a better gate than keys"),
     ("cis-8:matched=true", "cis_hidden:matched=true", "queries are a better gate than hidden states"),
+    (
+        "cis-8:matched=true,gate=score,tau=0.5",
+        "cis-8:matched=true,tau=0.8",
+        "scores are a better gate than queries, at fewer retrievals",
+    ),
+    (
+        "cis-8:matched=true,gate=score,tau=0.4",
+        "hshare-1",
+        "gated by scores, CIS-8 is closer to dense than HShare-1, at fewer retrievals",
+    ),
     ("cis-8:matched=true", "cis-8:matched=true,tau=-1", "without a gate quality breaks"),
     (
         "cis-8:matched=true,dilate=0,radius=0,tau=-1",
