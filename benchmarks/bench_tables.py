@@ -24,7 +24,7 @@ def attention_section(path: Path) -> str:
     cells = [cell for cell in document["cells"] if "rows" in cell]
     streams = [_stream(cell) for cell in cells]  # what the percentages of each cell refer to
     spread = " to ".join(dict.fromkeys(f"{stream:.1f}" for stream in (min(streams), max(streams))))
-    inputs = ", ".join(sorted({one["model"]["name"] if "model" in one else "random" for one in settings["inputs"]}))
+    inputs = _inputs(settings)
     checked = "every row passed --refcheck" if settings["refcheck"] else "without --refcheck"
     lines = [
         f"\n{settings['dtype']}; queries, keys and values of {inputs}; {document['machine']['torch_threads']} threads of "
@@ -42,6 +42,11 @@ def attention_section(path: Path) -> str:
     if main is not None:
         lines += ["", *_in_full(main)]
     return "\n".join(lines) + "\n"
+
+
+def _inputs(settings: dict[str, Any]) -> str:
+    """Return the models whose queries and keys were taken, each once."""
+    return ", ".join(sorted({one["model"]["name"] if "model" in one else "random" for one in settings["inputs"]}))
 
 
 def _stream(cell: dict[str, Any]) -> float:
@@ -185,13 +190,11 @@ def break_even_sections() -> str:
     for path in sorted(FOLDER.glob("break_even_*.json")):
         document = json.loads(path.read_text())
         shape = document["shape"]
-        inputs = ", ".join(
-            one["model"]["name"] if "model" in one else "random" for one in document["settings"]["inputs"]
-        )
         lines += [
             f"\nBatch {document['batch']} of {shape['heads']}/{shape['kv_heads']} x {shape['dim']}, {document['dtype']}, "
-            f"queries and keys of {inputs}, {document['machine']['torch_threads']} threads of {document['machine']['cpu']}: "
-            f"milliseconds a step and layer, dense / method ([data and command](../benchmarks/{path.name}))\n",
+            f"queries and keys of {_inputs(document['settings'])}, {document['machine']['torch_threads']} threads of "
+            f"{document['machine']['cpu']}: milliseconds a step and layer, dense / method "
+            f"([data and command](../benchmarks/{path.name}))\n",
             "| | faster from | " + " | ".join(map(str, document["methods"][0]["lengths"])) + " |",
             "|---" * (len(document["methods"][0]["lengths"]) + 2) + "|",
         ]

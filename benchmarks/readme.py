@@ -112,6 +112,11 @@ def score_gate_section() -> str:
     """Return the gates on queries and on scores beside each other, a model a table."""
     queries = {f"query {tau}": "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.5", "0.6", "0.7", "0.8")}
     gates = {**queries, **{f"score {tau}": f"gate=score, tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8")}}
+    measures: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+        ("retrieval ratio", lambda row: f"{row['retrieval_ratio']['mean']:.2f}"),
+        ("bytes of dense", lambda row: f"{row['bytes_share']:.1%}"),
+        ("retained mass", lambda row: f"{row['retained']['mean']:.4f}"),
+    )
     lines: list[str] = []
     for path in sorted((ROOT / "benchmarks").glob("tune_gate_*.json")):
         document = json.loads(path.read_text())
@@ -125,13 +130,10 @@ def score_gate_section() -> str:
             f"{rows['oracle']['retained']['mean']:.4f}):\n",
             "| | " + " | ".join(gates) + " |",
             "|---" * (len(gates) + 1) + "|",
-            "| retrieval ratio | "
-            + " | ".join(f"{rows[label]['retrieval_ratio']['mean']:.2f}" for label in gates.values())
-            + " |",
-            "| bytes of dense | " + " | ".join(f"{rows[label]['bytes_share']:.1%}" for label in gates.values()) + " |",
-            "| retained mass | "
-            + " | ".join(f"{rows[label]['retained']['mean']:.4f}" for label in gates.values())
-            + " |",
+            *(
+                f"| {name} | " + " | ".join(text(rows[label]) for label in gates.values()) + " |"
+                for name, text in measures
+            ),
             *_at_equal_mass(document, gates),
         ]
     return "\n".join(lines) + "\n"

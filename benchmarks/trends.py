@@ -15,7 +15,7 @@ from typing import Any
 from prehoc.mass import mean_interval
 from prehoc.methods import parse_method
 
-PAIRS = (  # first minus second; what the paper says of it
+PAIRS = (  # first minus second; what the paper says of it, and of the gate on scores we
     ("cis-8:matched=true", "hshare-1", "CIS-8 keeps more mass than HShare-1 at equal keys"),
     ("cis-16:matched=true", "hshare_matched", "CIS-16 keeps more mass than the HShare of Table VI at equal keys"),
     ("cis-16:matched=true", "hshare-0", "CIS-16 keeps more mass than HShare-0 at equal keys"),

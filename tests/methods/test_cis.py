@@ -24,9 +24,7 @@ NEAR_TIE = 2e-5  # scores this close may swap places (float32 against float64)
 class Head:
     """What one (row, head) remembers."""
 
-    anchor: np.ndarray | None = (
-        None  # [G, D], raw queries, [G, n], their scores, or [1, W], what else the gate compares
-    )
+    anchor: np.ndarray | None = None  # [G, D] raw queries, [G, n] their scores, or [1, W] what else the gate compares
     keys: set[int] = dataclasses.field(default_factory=set)  # dilated set, columns
     window: int = 0  # first column of the local window at the anchor
     age: int = 0  # steps since the own retrieval

@@ -166,25 +166,11 @@ def cis_step(
         Where the backend has no such operation.
     """
     held = [state[name] for name in _STATE]
-    sizes = (
-        first,
-        start,
-        sink,
-        local,
-        critical,
-        best,
-        limit,
-        per_best,
-        radius,
-        block_size,
-        frozen,
-        tau,
-        scale,
-        compared,
-    )
+    sizes = (first, start, sink, local, critical, best, limit, per_best, radius)
+    gate = (block_size, frozen, tau, scale, compared)
     if torch.compiler.is_compiling():
-        return _CIS_STEP(q, k, *held, *sizes, backend)  # type: ignore[no-any-return]
-    return _run_cis_step(q, k, *held, *sizes, backend)
+        return _CIS_STEP(q, k, *held, *sizes, *gate, backend)  # type: ignore[no-any-return]
+    return _run_cis_step(q, k, *held, *sizes, *gate, backend)
 
 
 _STATE = ("indices", "lengths", "age", "anchor")

@@ -38,6 +38,10 @@ class Evictor:
         """Return what decides the notes taken of a prompt: methods with equal ones can decode from copies of one cache."""
         return self.name
 
+    def _knows(self, notes: State) -> bool:
+        """Return whether notes are its own, or taken of a prompt that it sees alike and from which nobody has evicted."""
+        return notes.get("owner") in (self, self.sees())
+
     def watch(self, q: Tensor, k: Tensor, first: tuple[int, ...], scale: float, notes: State) -> None:
         """Take note of a prompt, or of one chunk of it.
 
@@ -54,7 +58,7 @@ class Evictor:
         notes : State
             Where to keep it.
         """
-        if notes.get("owner") not in (self, self.sees()):
+        if not self._knows(notes):
             notes.clear()
             notes["owner"] = self.sees()  # whose they are is settled by who evicts
         self._note(q.detach(), k, first, scale, notes)
@@ -86,7 +90,7 @@ class Evictor:
             When the method has not seen the prompt.
         """
         notes = store.notes
-        if notes.get("owner") not in (self, self.sees()) or notes.get("columns") != store.length - 1:
+        if not self._knows(notes) or notes.get("columns") != store.length - 1:
             raise ValueError(
                 f"method {self.name!r} chooses by the prompt's queries, which it has not seen: attach it before the prompt is "
                 "read (a recorded trace does not hold them: use prehoc trace instead of a replay)"

@@ -43,15 +43,20 @@ def attention(run: Run) -> list[Block]:
     samples = f"{settings['steps']} steps, {settings['rounds']} rounds"
     blocks += [_attention_table(cell, samples) for cell in cells]
     blocks.append(_paper_table("Table IV", "the paper's rows on an A100 (LLaMA2-7B shapes): times its Flash row", 0))
-    skipped = [(f"{_place(cell)}", cell["skipped"]) for cell in run.document["cells"] if "skipped" in cell]
+    skipped = [
+        (f"{shape_and_batch(cell)} x {cell['length']}", cell["skipped"])
+        for cell in run.document["cells"]
+        if "skipped" in cell
+    ]
     if skipped:
         blocks.append(Table("Cells that were not run", ("cell", "why"), skipped))
     return blocks
 
 
-def _place(cell: Row) -> str:
+def shape_and_batch(cell: Row) -> str:
+    """Return shape and batch of a cell, without its length."""
     shape = cell["shape"]
-    return f"{shape['name']} ({shape['heads']}/{shape['kv_heads']} x {shape['dim']}), batch {cell['batch']} x {cell['length']}"
+    return f"{shape['name']} ({shape['heads']}/{shape['kv_heads']} x {shape['dim']}), batch {cell['batch']}"
 
 
 def _attention_table(cell: Row, samples: str) -> Table:
@@ -92,14 +97,20 @@ def _attention_table(cell: Row, samples: str) -> Table:
         "x sdpa",
         "paper: x Flash",
     )
-    return Table(f"Table IV in our numbers: {_place(cell)}", header, rows, " ".join(notes), paper=("Table IV",))
+    return Table(
+        f"Table IV in our numbers: {shape_and_batch(cell)} x {cell['length']}",
+        header,
+        rows,
+        " ".join(notes),
+        paper=("Table IV",),
+    )
 
 
 def _speedups(cells: Sequence[Row]) -> Figure:
-    groups = grouped(cells, lambda cell: (_place(cell).rsplit(" x ", 1)[0],))
+    groups = grouped(cells, lambda cell: (shape_and_batch(cell),))
     styles = method_styles(row["row"] for cell in cells for row in cell["rows"] if "ms" in row)
     figure, axes = panels(len(groups), 2.8)
-    for axis, ((place,), some) in zip(axes, groups.items(), strict=True):
+    for axis, ((title,), some) in zip(axes, groups.items(), strict=True):
         for name, look in styles.items():
             points = [
                 (cell["length"], row["times_dense"])
@@ -110,7 +121,7 @@ def _speedups(cells: Sequence[Row]) -> Figure:
             if name != "dense" and points:
                 axis.plot(*zip(*sorted(points), strict=True), label=name, **look)
         axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(title=place, ylabel="times dense's speed", xscale="log", yscale="log")
+        axis.set(title=title, ylabel="times dense's speed", xscale="log", yscale="log")
         lengths = sorted({cell["length"] for cell in some})
         axis.set_xticks(lengths, [str(length) for length in lengths])
         axis.minorticks_off()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prehoc.plot.figures_bench import grouped
+from prehoc.plot.figures_bench import grouped, shape_and_batch
 from prehoc.plot.page import Block, Table, interval, number
 from prehoc.plot.runs import Run
 
@@ -34,11 +34,10 @@ def prefill(run: Run) -> list[Block]:
 
 def break_even(run: Run) -> list[Block]:
     """Return the tables of ``prehoc bench break-even``."""
-    shape, settings = run.document["shape"], run.document["settings"]
-    place = f"{shape['name']} ({shape['heads']}/{shape['kv_heads']} x {shape['dim']}), batch {run.document['batch']}"
+    settings = run.document["settings"]
     return [
         Table(
-            f"{found['method']} against dense: {place}",
+            f"{found['method']} against dense: {shape_and_batch(run.document)}",
             ("cached tokens", "dense ms", "method ms", "x dense", "rho"),
             [
                 [str(tokens), f"{dense:.3f}", f"{ours:.3f}", f"{dense / ours:.2f}", number(ratio, 2)]
