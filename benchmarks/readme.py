@@ -147,7 +147,7 @@ def passkey_section() -> str:
 
 def score_passkey_section() -> str:
     """Return the same of the gate on scores, the default gate beside it."""
-    first = ("dense", *(f"cis:budget={budget}" for budget in (64, 128, 256)))
+    first = ("dense", "oracle:budget=64", "oracle:budget=128", *(f"cis:budget={budget}" for budget in (64, 128, 256)))
     return _passkeys(
         "passkey_score_gate_smollm2.json", first, ",gate=score", ("0.4", "0.5", "0.6", "0.7", "0.8"), "0.6"
     )
