@@ -36,7 +36,11 @@ def versions() -> dict[str, str | None]:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
+    """Return the installed version of a package, or None; torch's names its build, CPU or CUDA."""
+    if package == "torch":
+        import torch
+
+        return torch.__version__  # the distribution's version need not name the build
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
