@@ -84,25 +84,25 @@ def sweep_section() -> str:
     intro = (
         f"Measured on {document['model']}: {document['prompt_tokens']} tokens of prompt, {document['steps']} decoded, every"
         " setting on the same recorded queries and keys. beta is the oracle's retained mass less the setting's. Each row"
-        f" changes one thing from the defaults ([data and command](../../benchmarks/{path.name})).\n"
+        f" changes one thing from `cis:gate=query` ([data and command](../../benchmarks/{path.name})).\n"
     )
     tables = [f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"]]
     taus = {tau: "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")}
     gates = {"no gate": "s=8, no gate", **{f"tau {tau}": label for tau, label in taus.items()}}
-    return intro + "\n".join(_at_equal_mass(document, gates)) + "\n" + "".join(tables)
+    return intro + "\n".join(_at_equal_mass(document, gates, "tau=0.8")) + "\n" + "".join(tables)
 
 
-def _at_equal_mass(document: dict[str, Any], gates: dict[str, str]) -> list[str]:
+def _at_equal_mass(document: dict[str, Any], gates: dict[str, str], reference: str) -> list[str]:
     """Return a table of what each gate reads when its budget is chosen to retain what tau 0.8 retains."""
     from prehoc.eval.cis_sweep import bytes_at_equal_mass
 
     lines = [
-        "\nBytes of dense attention at equal mass: for each gate the budget is chosen so that it retains what tau 0.8 retains at"
-        f" {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured budgets).\n",
+        f"\nBytes of dense attention at equal mass: for each gate the budget is chosen so that it retains what"
+        f" {reference} retains at {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured budgets).\n",
         "| retained mass | " + " | ".join(gates) + " |",
         "|---" * (len(gates) + 1) + "|",
     ]
-    for mass, shares in bytes_at_equal_mass(document["rows"], list(gates.values()), "tau=0.8")[:-1]:
+    for mass, shares in bytes_at_equal_mass(document["rows"], list(gates.values()), reference)[:-1]:
         cells = [f"{mass:.4f}", *("-" if share is None else f"{share:.1%}" for share in shares.values())]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -110,8 +110,10 @@ def _at_equal_mass(document: dict[str, Any], gates: dict[str, str]) -> list[str]
 
 def score_gate_section() -> str:
     """Return the gates on queries and on scores beside each other, a model a table."""
-    queries = {f"query {tau}": "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.5", "0.6", "0.7", "0.8")}
-    gates = {**queries, **{f"score {tau}": f"gate=score, tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8")}}
+    scores = {
+        f"score {tau}": "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8")
+    }
+    gates = {**{f"query {tau}": f"gate=query, tau={tau}" for tau in ("0.5", "0.6", "0.7", "0.8")}, **scores}
     measures: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
         ("retrieval ratio", lambda row: f"{row['retrieval_ratio']['mean']:.2f}"),
         ("bytes of dense", lambda row: f"{row['bytes_share']:.1%}"),
@@ -134,7 +136,7 @@ def score_gate_section() -> str:
                 f"| {name} | " + " | ".join(text(rows[label]) for label in gates.values()) + " |"
                 for name, text in measures
             ),
-            *_at_equal_mass(document, gates),
+            *_at_equal_mass(document, gates, "gate=query, tau=0.8"),
         ]
     return "\n".join(lines) + "\n"
 
@@ -142,12 +144,14 @@ def score_gate_section() -> str:
 def passkey_section() -> str:
     """Return what the gates find in a retrieval task: share of bytes, retained mass and passkeys found."""
     taus = ("0.5", "0.6", "0.7", "0.8", "0.9")
-    return _passkeys("passkey_gate_smollm2.json", ("dense", "oracle:budget=64", "oracle:budget=128"), "", taus, "0.5")
+    first = ("dense", "oracle:budget=64", "oracle:budget=128")
+    return _passkeys("passkey_gate_smollm2.json", first, ",gate=query", taus, "0.5")
 
 
 def score_passkey_section() -> str:
-    """Return the same of the gate on scores, the default gate beside it."""
-    first = ("dense", "oracle:budget=64", "oracle:budget=128", *(f"cis:budget={budget}" for budget in (64, 128, 256)))
+    """Return the same of the gate on scores, that on queries beside it."""
+    queries = (f"cis:budget={budget},gate=query" for budget in (64, 128, 256))
+    first = ("dense", "oracle:budget=64", "oracle:budget=128", *queries)
     return _passkeys(
         "passkey_score_gate_smollm2.json", first, ",gate=score", ("0.4", "0.5", "0.6", "0.7", "0.8"), "0.6"
     )

@@ -27,7 +27,7 @@ from prehoc.trace import Trace, trace
 ROWS = (
     "oracle",
     "streaming",
-    "cis:tau=0.5",  # the gate is stated: a default that changes later must not change what a row means
+    "cis:tau=0.5,gate=query",  # the gate is stated: a default that changes later must not change what a row means
     "direct_reuse:tau=0.5",
     "random_expansion:tau=0.5",
     "quest",

@@ -63,7 +63,7 @@ def test_strings() -> None:
 
 def test_extra_adds_to_a_text_and_wins_over_a_preset() -> None:
     assert parse_method("cis:budget=64", {"tau": "0.5"}) == CIS(budget=64, tau=0.5)
-    assert parse_method("cis-16", {"block_size": "4"}) == CIS(block_size=4)
+    assert parse_method("cis-16", {"block_size": "4"}) == CIS(block_size=4, gate="query")
     with pytest.raises(
         ValueError, match="budget is given twice: budget=64 in 'cis:budget=64' and budget=128 beside it; give one"
     ):
@@ -74,14 +74,18 @@ def test_extra_adds_to_a_text_and_wins_over_a_preset() -> None:
 
 def test_presets() -> None:
     assert set(PRESETS) >= {"cis-8", "cis-16", "cpe-8", "cpe-16", "cis-star", "paper"}
-    assert parse_method("cis-8") == CIS(block_size=8)
-    assert parse_method("cis-16") == CIS(block_size=16)
-    assert parse_method("cpe-16:budget=512") == CPE(block_size=16, budget=512)
+    assert parse_method("cis-8") == CIS(block_size=8, gate="query")
+    assert parse_method("cis-16:gate=score") == CIS(block_size=16)
+    assert parse_method("cpe-16:budget=512") == CPE(block_size=16, gate="query", budget=512)
     assert parse_method("cis-star:budget=128") == CIS(matched=True, budget=128)
     paper = parse_method("paper")
     assert isinstance(paper, CPE)
     assert (paper.granularity, paper.refresh, paper.local_window) == ("query_head", "block", "sliding")
     assert (paper.phi, paper.alpha, paper.psi, paper.gamma, paper.tau, paper.block_size) == (0.7, 1.5, 0.5, 1.0, 0.8, 8)
+    assert [getattr(parse_method(name), "gate") for name in ("paper", "cis", "cpe", "auto")] == [
+        "query",
+        *["score"] * 3,
+    ]
     for name in PRESETS:
         parse_method(name)
         parse_method(f"{name}:sink=4")

@@ -12,7 +12,7 @@ from prehoc.plot import figures_eval
 from prehoc.plot.runs import read_run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trends.py"
-FIRST, SECOND = "cis:budget=128,matched=True", "quest:budget=128"
+FIRST, SECOND = "cis:budget=128,gate=query,matched=True", "quest:budget=128"
 
 
 def test_scores_kl_and_mass_are_paired_by_sample(tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ def test_the_path_without_a_look_draws_the_same(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_presets_and_errors() -> None:
-    assert parse_method("direct_reuse:budget=128") == CIS(budget=128, dilate=0, radius=0)
+    assert parse_method("direct_reuse:budget=128") == CIS(budget=128, gate="query", dilate=0, radius=0)
+    assert parse_method("random_expansion").gate == parse_method("cis-8").gate  # type: ignore[attr-defined]
     assert parse_method("cis_key:tau=0.1") == CIS(gate="key", tau=0.1)
     assert parse_method("cis_hidden") == CIS(gate="hidden")
     assert parse_method("oracle_topp").size().mass == 0.95  # type: ignore[attr-defined]

@@ -221,13 +221,13 @@ def test_gates_stand_beside_table_nine() -> None:
         triples = {name: [0.5, 0.4, 0.6] for name in ("retained", "beta_equal_keys", "overlap", "keys", "retrieved")}
         return {"method": method, "budget": 128, "n": 9, "bytes_share": 0.2, "beta": [beta, 0.0, None], **triples}
 
-    rows = [row("cis:tau=0.5", 0.0125), row("cis_key:tau=0.25", 0.0375), row("cis:gate=hidden", 0.05)]
+    rows = [row("cis:tau=0.5,gate=query", 0.0125), row("cis_key:tau=0.25", 0.0375), row("cis:gate=hidden", 0.05)]
     found = Structure(report([Run("rivals", "rivals.json", {"rows": rows})])).rows
-    assert ["cis:tau=0.5", "query", "0.500", "0", "0.0125", "", ""] in found
+    assert ["cis:tau=0.5,gate=query", "query", "0.500", "0", "0.0125", "", ""] in found
     assert ["cis_key:tau=0.25", "key", "0.500", "0", "0.0375", "15.47", "14.05"] in found
     assert ["cis:gate=hidden", "hidden", "0.500", "0", "0.0500", "13.03", "11.21"] in found
-    alone = report([Run("rivals", "rivals.json", {"rows": rows[:1]})])
-    assert "Table IX:" in alone[alone.index('id="missing"') :], "a gate on queries alone is no control"
+    alone = report([Run("rivals", "rivals.json", {"rows": [rows[0], row("cis:tau=0.5", 0.012)]})])
+    assert "Table IX:" in alone[alone.index('id="missing"') :], "gates on queries and scores are no controls"
 
 
 def test_our_rows_find_the_papers_columns() -> None:

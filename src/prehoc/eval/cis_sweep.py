@@ -77,7 +77,10 @@ def settings(budgets: Sequence[int], vary: Sequence[str] = ()) -> list[Setting]:
         changes: list[tuple[str, str, dict[str, Any]]] = [
             *((f"s={s}", "block_size", {"block_size": s}) for s in (2, 4, 16, 32)),
             *((f"tau={tau}", "tau", {"tau": tau}) for tau in (0.4, 0.5, 0.7, 0.8, 0.9)),
-            *((f"gate=score, tau={tau}", "gate", {"gate": "score", "tau": tau}) for tau in (0.4, 0.5, 0.6, 0.7, 0.8)),
+            *(
+                (f"gate=query, tau={tau}", "gate", {"gate": "query", "tau": tau})
+                for tau in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+            ),
             *((f"s={s}, no gate", "no gate", {"block_size": s, "tau": -1.0}) for s in (2, 4, 8)),
             ("m=0", "dilate", {"dilate": 0}),
             ("m=k/6", "dilate", {"dilate": critical // 6}),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from prehoc.selection import Step
 
-GATES = ("query", "score", "key", "hidden")
+GATES = ("score", "query", "key", "hidden")
 AXES = 16  # more changed nothing on SmolLM2 and Qwen2.5, half as many little
 SAMPLE = 1024  # keys that a covariance is taken of, evenly spaced
 

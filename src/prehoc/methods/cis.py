@@ -35,11 +35,11 @@ class CIS:
     block_size : int
         s: a retrieval serves at most s steps, its own included.
     tau : float
-        A head shares while the least cosine of its queries with their anchors exceeds this, in [-1, 1].
-    gate : {"query", "score", "key", "hidden"}
-        What has that cosine: the head's queries; the scores that they give the prompt's keys (their correlation, in the keys'
-        leading principal axes); or, for comparison (Table IX), its newest key after the rotary embedding or the hidden state
-        that enters the layer.
+        A head shares while the least cosine of its query heads with their anchors exceeds this, in [-1, 1].
+    gate : {"score", "query", "key", "hidden"}
+        What has that cosine: the scores that the head's queries give the prompt's keys (their correlation, in the keys' leading
+        principal axes); the queries (the paper's gate, and that of ``cis-8``, ``cis-16`` and their like); or, for comparison
+        (Table IX), its newest key after the rotary embedding or the hidden state that enters the layer.
     dilate : int, optional
         m, the best keys whose neighbours are added; None: critical // 3 per head.
     radius : int
@@ -73,7 +73,7 @@ class CIS:
     local: int = DEFAULT_LOCAL
     block_size: int = 8
     tau: float = 0.6
-    gate: Literal["query", "score", "key", "hidden"] = "query"
+    gate: Literal["score", "query", "key", "hidden"] = "score"
     dilate: int | None = None
     radius: int = 1
     refresh: Literal["rolling", "block"] = "rolling"

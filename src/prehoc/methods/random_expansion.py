@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class RandomExpansion(CIS):
     ----------
     seed : int
         Seed of the draws.
+    gate
+        As in `CIS`; the default is that of ``cis-8``, whose control this is.
     budget, ratio, critical, mass, sink, local, block_size, tau, dilate, radius, refresh, local_window, granularity
         As in `CIS`.
     retrieval, rerank
@@ -43,6 +45,7 @@ class RandomExpansion(CIS):
 
     name: ClassVar[str] = "random_expansion"
 
+    gate: Literal["score", "query", "key", "hidden"] = "query"  # as `cis-8`, which it is the control of
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ def control_table(rows: Sequence[tuple[str, float | None, float | None, Any]]) -
 
 def _gate_table(rows: Sequence[tuple[str, float | None, float | None, Any]]) -> list[Table]:
     gates = [(parse_method(row[0]).gate, *row) for row in rows if row[0].startswith("cis")]  # type: ignore[attr-defined]
-    if {gate for gate, *_ in gates} <= {"query"}:
+    if {gate for gate, *_ in gates} <= {"score", "query"}:  # no control
         return []
     found = [
         [method, gate, number(ratio, 3), number(keys, 0), interval(beta, 4)]
