@@ -97,8 +97,9 @@ def _at_equal_mass(document: dict[str, Any], gates: dict[str, str], reference: s
     from prehoc.eval.cis_sweep import bytes_at_equal_mass
 
     lines = [
-        f"\nBytes of dense attention at equal mass: for each gate the budget is chosen so that it retains what"
-        f" {reference} retains at {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured budgets).\n",
+        "\nBytes of dense attention at equal mass: for each gate the budget is chosen so that it retains what"
+        f" {reference} retains at {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured"
+        " budgets).\n",
         "| retained mass | " + " | ".join(gates) + " |",
         "|---" * (len(gates) + 1) + "|",
     ]

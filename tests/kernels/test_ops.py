@@ -107,23 +107,25 @@ def test_dilate(backend: str, limit: int | None, best: Any) -> None:
     same(lists(order)[0], wanted)
 
 
-def state(width: int = 32) -> dict[str, Tensor]:
+def state(width: int = 32, compared: int = D) -> dict[str, Tensor]:
     return {
         "indices": torch.full((B, HKV, width), -1, dtype=torch.int32),
         "lengths": torch.zeros((B, HKV), dtype=torch.int32),
         "age": torch.full((B, HKV), -1, dtype=torch.int32),
-        "anchor": torch.full((B, H, D), torch.nan),
+        "anchor": torch.full((B, H, compared), torch.nan),
     }
 
 
-def test_a_step_of_cis_changes_its_state() -> None:
-    options = (PAD, START, SINK, LOCAL, (8, 8), (2, 2), None, None, 1, 4, True, 0.5, 0.25)
+@pytest.mark.parametrize("axes", [None, torch.randn(B, HKV, D, 5, generator=torch.Generator().manual_seed(3))])
+def test_a_step_of_cis_changes_its_state(axes: Tensor | None) -> None:
+    options = (PAD, START, SINK, LOCAL, (8, 8), (2, 2), None, None, 1, 4, True, 0.5, 0.25, axes)
     native = kernels.get("cpu", torch.device("cpu")).cis_step
 
     def step(q: Tensor, k: Tensor, held: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return ops.cis_step(q, k, held, *options, backend="cpu")
 
-    wanted, traced = state(), state()
+    compared = D if axes is None else axes.shape[3]
+    wanted, traced = state(compared=compared), state(compared=compared)
     graph = compiled(step)
     for columns in (N, N + 1):  # it retrieves, and then shares what it kept
         q, k, _ = inputs(N)

@@ -738,6 +738,21 @@ def test_the_axes_of_the_keys_are_those_of_their_covariance() -> None:
     torch.testing.assert_close(_gate.axes(alone, sink=8)[0], found[1])
 
 
+@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
+def test_a_native_step_sees_queries_along_fewer_axes_than_they_have(granularity: Any) -> None:
+    """16 axes of 80: the native step and the torch path find the same cosines, and so the same sets."""
+    keys = {**BASE, "gate": "score", "granularity": granularity}
+    native, torch_path, shared = State(), State(), 0
+    for step in Walk(seed=34, steps=12, d=80, scale=80**-0.5):
+        one = CIS(**keys).decide(step, native)
+        other = CIS(**keys).decide(dataclasses.replace(step, backend="reference"), torch_path)
+        assert one.cosine is not None and other.cosine is not None and one.retrieved is not None
+        torch.testing.assert_close(one.cosine, other.cosine, atol=1e-5, rtol=0, equal_nan=True)
+        assert torch.equal(one.retrieved, other.retrieved)  # type: ignore[arg-type]
+        shared += int((~one.retrieved).sum())
+    assert native["anchor"].shape[2] == 16 and shared
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_queries_that_only_move_every_score_alike_share(backend: str) -> None:
     """The softmax does not see what a query adds to all scores, nor does the gate, however far the query turns."""

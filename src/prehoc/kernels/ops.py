@@ -155,7 +155,7 @@ def cis_step(
     frozen: bool,
     tau: float,
     scale: float,
-    compared: Tensor | None = None,
+    axes: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Do a whole step of CIS on the tensors of `state`, in place, as `prehoc.kernels.cpu.cis_step` does.
@@ -167,7 +167,7 @@ def cis_step(
     """
     held = [state[name] for name in _STATE]
     sizes = (first, start, sink, local, critical, best, limit, per_best, radius)
-    gate = (block_size, frozen, tau, scale, compared)
+    gate = (block_size, frozen, tau, scale, axes)
     if torch.compiler.is_compiling():
         return _CIS_STEP(q, k, *held, *sizes, *gate, backend)  # type: ignore[no-any-return]
     return _run_cis_step(q, k, *held, *sizes, *gate, backend)
@@ -293,7 +293,7 @@ _DILATE = register(
 _CIS_STEP = register(
     "cis_step(Tensor q, Tensor k, Tensor(a!) indices, Tensor(b!) lengths, Tensor(c!) age, Tensor(d!) anchor, SymInt[] first, "
     "SymInt[] start, SymInt sink, SymInt local, SymInt[] critical, SymInt[] best, SymInt[]? limit, SymInt? per_best, "
-    "SymInt radius, SymInt block_size, bool frozen, float tau, float scale, Tensor? compared, str backend) -> (Tensor, Tensor)",
+    "SymInt radius, SymInt block_size, bool frozen, float tau, float scale, Tensor? axes, str backend) -> (Tensor, Tensor)",
     _run_cis_step,
     _fake_cis_step,
 )

@@ -28,7 +28,7 @@ def axes(step: Step, sink: int) -> Tensor:
     Returns
     -------
     Tensor
-        float32 ``[B, Hkv, D, W]``, W = 16 or D if that is less.
+        float32 ``[B, Hkv, D, W]``, contiguous, W = 16 or D if that is less.
     """
     b, hkv, _, d = step.k.shape
     begin, many = [], []
@@ -46,14 +46,7 @@ def axes(step: Step, sink: int) -> Tensor:
     variances, directions = torch.linalg.eigh(sample.mT @ sample / SAMPLE)  # ascending
     deviations = torch.where(variances > noise, variances, 0.0).sqrt()
     found: Tensor = directions[..., -AXES:] * deviations[..., None, -AXES:]
-    return found
-
-
-def projected(step: Step, along: Tensor) -> Tensor:
-    """Return the queries in the axes of their KV heads: float32 ``[B, H, W]`` along ``[B, Hkv, D, W]``."""
-    b, hkv, d, _ = along.shape
-    found: Tensor = step.q.float().view(b, hkv, -1, d) @ along
-    return found.flatten(1, 2)
+    return found.contiguous()
 
 
 def compared(gate: str, step: Step, along: Tensor | None = None) -> Tensor:
@@ -84,7 +77,7 @@ def compared(gate: str, step: Step, along: Tensor | None = None) -> Tensor:
         found = step.q.float()
     elif gate == "score":
         assert along is not None
-        found = projected(step, along)
+        found = (step.q.float().unflatten(1, (along.shape[1], -1)) @ along).flatten(1, 2)
     elif gate == "key":
         found = step.k[:, :, -1].float()
     elif step.hidden is None:

@@ -211,13 +211,10 @@ class CIS:
         critical, always = middle.critical, self.sink + self.local
         best = tuple(keys // DILATE_SHARE if self.dilate is None else self.dilate for keys in critical)
         limit = tuple(max(keys - self._growth, 0) + always for keys in critical) if self.matched else None
-        vectors = _gate.projected(step, state["axes"]) if self.gate == "score" else None
-        _reserve(
-            state,
-            step.q if vectors is None else vectors,
-            middle.heads,
-            always + max(critical) + 2 * self.radius * max(best) + self._growth + 1,
-        )
+        axes = state["axes"] if self.gate == "score" else None
+        width = step.q.shape[2] if axes is None else axes.shape[3]
+        longest = always + max(critical) + 2 * self.radius * max(best) + self._growth + 1
+        _reserve(state, (*step.q.shape[:2], width), step.q.device, middle.heads, longest)
         retrieved, cosine = cis_step(
             step.q,
             step.k,
@@ -235,7 +232,7 @@ class CIS:
             self.local_window == "frozen",
             self.tau,
             step.scale,
-            vectors,
+            axes,
         )
         selection, read = Selection(state["indices"], state["lengths"]), _read_by_the_gate(state)
         return Decision(selection, retrieved, cosine, middle.counted, middle.scored, anchors=read, heads=middle.heads)
@@ -276,7 +273,7 @@ class CIS:
         """Make new lists the block's sets; return the lists of this step alone where they differ (``refresh="block"``)."""
         indices, lengths = lists
         room = self._growth + 1  # one more than a block appends: the step that ends it writes before it is replaced
-        _reserve(state, unit, need.shape[1], indices.shape[1] + room)
+        _reserve(state, unit.shape, unit.device, need.shape[1], indices.shape[1] + room)
         indices = F.pad(indices, (0, state["indices"].shape[2] - indices.shape[1]), value=-1)
         # where the host looked, the chosen heads are those in need, and nothing has to be masked
         store, today = None if host.may_look(need.device) else need, None
@@ -298,18 +295,18 @@ def _read_by_the_gate(state: State) -> int:
     return sum(state[name].numel() * state[name].element_size() for name in ("anchor", "axes") if name in state)
 
 
-def _reserve(state: State, compared: Tensor, heads: int, width: int) -> None:
-    """Make room for sets of `width` keys for every head, and for anchors of what the gate compares (``[B, A, W]``).
+def _reserve(state: State, anchors: tuple[int, ...], device: torch.device, heads: int, width: int) -> None:
+    """Make room for sets of `width` keys for every head, and for `anchors` of what the gate compares: B, A, W.
 
     What is new belongs to no block.
     """
     indices: Tensor | None = state.get("indices")
     if indices is None:
-        b, device = len(compared), compared.device
+        b = anchors[0]
         state["indices"] = torch.full((b, heads, width), -1, dtype=torch.int32, device=device)
         state["lengths"] = torch.zeros((b, heads), dtype=torch.int32, device=device)
         state["age"] = torch.full((b, heads), -1, dtype=torch.int32, device=device)
-        state["anchor"] = torch.full(compared.shape, torch.nan, device=device)
+        state["anchor"] = torch.full(anchors, torch.nan, device=device)
     elif indices.shape[2] < width:
         state["indices"] = F.pad(indices, (0, width - indices.shape[2]), value=-1)
 

@@ -189,7 +189,7 @@ def cis_step(
     frozen: bool,
     tau: float,
     scale: float,
-    compared: Tensor | None = None,
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do a whole step of CIS (rolling refresh, exact top-k) in one call: gate, growth of the sets, retrieval, dilation.
 
@@ -212,8 +212,8 @@ def cis_step(
         Whether the local window grows with the block (else it slides).
     tau, scale : float
         Least cosine of a shared set (exclusive), and the factor on the logits.
-    compared : Tensor, optional
-        float32 ``[B, H, C]``, what the gate compares with the anchors (default: the queries).
+    axes : Tensor, optional
+        float32 ``[B, Hkv, D, C]``, contiguous: the gate compares the queries along these (default: the queries, C = D).
 
     Returns
     -------
@@ -225,15 +225,14 @@ def cis_step(
     indices = state["indices"]
     b, hs, width = indices.shape
     query = q.float().contiguous()
-    gate = query if compared is None else compared.contiguous()
     hkv, n, d = k.shape[1:]
     retrieved, cosine = torch.empty((b, hs), dtype=torch.bool), torch.empty((b, hs))
     sizes = (b, hkv, hs, q.shape[1] // hs, d, sink, local, n, max(critical), radius, per_best or 1, width)
     library().prehoc_cis(
         storage(k),
         pointer(query),
-        pointer(gate),
-        ctypes.c_int64(gate.shape[2]),
+        None if axes is None else pointer(axes),
+        ctypes.c_int64(state["anchor"].shape[2]),
         ctypes.c_double(scale),
         ctypes.c_double(tau),
         pointer(k),

@@ -20,13 +20,23 @@ struct CisState {
     float* anchor;
 };
 
-// what the gate compares with the anchors: [B, H, size], the queries or a projection of them
-struct Compared {
-    const float* vectors;
+// directions [B, Hkv, D, size] along which the gate sees the queries; null: it compares the queries themselves, size = D
+struct Axes {
+    const float* at;
     int64_t size;
 };
 
-// unit vectors of what one head's queries are compared by, and their least cosine with the anchors; a zero or no anchor gives NaN
+// one head's queries [groups, dim] along its axes: [groups, size]
+inline void project(const float* q, const float* axes, int64_t groups, int64_t dim, int64_t size, float* along) {
+    std::fill_n(along, groups * size, 0.0f);
+    for (int64_t g = 0; g < groups; ++g, q += dim, along += size)
+        for (int64_t d = 0; d < dim; ++d)
+#pragma omp simd
+            for (int64_t w = 0; w < size; ++w) along[w] += q[d] * axes[d * size + w];
+}
+
+// unit vectors of what one head's queries are compared by, and their least cosine with the anchors; a zero or no anchor gives
+// NaN. `unit` may be `q`.
 inline float least_cosine(const float* q, const float* anchor, int64_t groups, int64_t dim, float* unit) {
     float least = 1.0f;
     for (int64_t g = 0; g < groups; ++g, q += dim, anchor += dim, unit += dim) {
@@ -54,17 +64,22 @@ inline void follow(const CisSizes& s, int32_t* list, int32_t& length) {
 }
 
 template <class T>
-void cis_step(const float* q, const Compared& gate, float scale, double tau, const Cache& c, const CisSizes& s,
+void cis_step(const float* q, const Axes& axes, float scale, double tau, const Cache& c, const CisSizes& s,
               const int64_t* first, const int64_t* start, const int64_t* critical, const int64_t* best, const int64_t* limit,
               const CisState& state, bool* retrieved, float* cosine) {
-    const int64_t pairs = s.rows * s.heads, span = s.groups * s.dim, wide = s.groups * gate.size;
+    const int64_t pairs = s.rows * s.heads, span = s.groups * s.dim, wide = s.groups * axes.size;
+    const int64_t together = s.heads / s.hkv;
     std::vector<float> unit(pairs * wide), scaled(pairs * span);
 #pragma omp parallel for schedule(static) if (pairs * span > 16384)
     for (int64_t pair = 0; pair < pairs; ++pair) {
         const float* mine = q + pair * span;
         for (int64_t d = 0; d < span; ++d) scaled[pair * span + d] = mine[d] * scale;
-        cosine[pair] =
-            least_cosine(gate.vectors + pair * wide, state.anchor + pair * wide, s.groups, gate.size, &unit[pair * wide]);
+        if (axes.at) {
+            const float* own = axes.at + pair / together * s.dim * axes.size;
+            project(mine, own, s.groups, s.dim, axes.size, &unit[pair * wide]);
+            mine = &unit[pair * wide];
+        }
+        cosine[pair] = least_cosine(mine, state.anchor + pair * wide, s.groups, axes.size, &unit[pair * wide]);
         int32_t& age = state.age[pair];
         age += age >= 0;
         follow(s, state.indices + pair * s.width, state.lengths[pair]);

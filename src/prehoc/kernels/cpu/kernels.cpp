@@ -72,8 +72,8 @@ void prehoc_dilate(const int64_t* order, int64_t r, int64_t k, const int64_t* fi
                             limit ? limit[i] : n, per_best, width, lists + i * width);
 }
 
-// one step of CIS: the state tensors are updated in place; limit may be null; compared [B, H, width] is what the gate compares
-void prehoc_cis(int type, const float* q, const float* compared, int64_t width, double scale, double tau, const void* k,
+// one step of CIS: the state tensors are updated in place; limit may be null, and axes [B, Hkv, D, width]: then width is D
+void prehoc_cis(int type, const float* q, const float* axes, int64_t width, double scale, double tau, const void* k,
                 const int64_t* strides, const int64_t* sizes, const int64_t* first, const int64_t* start,
                 const int64_t* critical, const int64_t* best, const int64_t* limit, int32_t* indices, int32_t* lengths,
                 int32_t* age, float* anchor, bool* retrieved, float* cosine) {
@@ -82,7 +82,7 @@ void prehoc_cis(int type, const float* q, const float* compared, int64_t width, 
     static_assert(sizeof(s) == 14 * sizeof(int64_t));
     std::memcpy(&s, sizes, sizeof(s));
     with_type(type, [&](auto t) {
-        cis_step<decltype(t)>(q, {compared, width}, float(scale), tau, c, s, first, start, critical, best, limit,
+        cis_step<decltype(t)>(q, {axes, width}, float(scale), tau, c, s, first, start, critical, best, limit,
                               {indices, lengths, age, anchor}, retrieved, cosine);
     });
 }

@@ -92,13 +92,13 @@ def cis_step(
     frozen: bool,
     tau: float,
     scale: float,
-    compared: Tensor | None = None,
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do a whole step of CIS (rolling refresh, exact top-k); arguments, state and results as in the CPU backend."""
     launch.check(q, k)
     (b, h, _), n, (_, hs, width) = q.shape, k.shape[2], state["indices"].shape
     q, group, device = q.contiguous(), h // hs, q.device
-    vectors = q if compared is None else compared.contiguous()
+    vectors = q if axes is None else (q.float().unflatten(1, (axes.shape[1], -1)) @ axes).flatten(1, 2)
     retrieved = torch.empty((b, hs), dtype=torch.bool, device=device)
     cosine = torch.empty((b, hs), dtype=torch.float32, device=device)
     rows = launch.per_row(device, first, start, best, critical, (0,) * b if limit is None else limit)
