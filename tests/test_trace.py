@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "mass": None,
     "block_size": 8,
     "tau": 0.8,
+    "gate": "score",
     "dilate": None,
     "radius": 1,
     "refresh": "rolling",
@@ -47,6 +48,13 @@ class Block:
     chosen: set[int]
     window: int
     step: int
+
+
+def axes(keys: np.ndarray) -> np.ndarray:
+    """Principal axes of 1,024 evenly spaced keys, the longest 16, each as long as its standard deviation."""
+    sample = keys[[i * len(keys) // 1024 for i in range(1024)]]
+    variances, directions = np.linalg.eigh(np.cov(sample.T, bias=True))
+    return directions[:, -16:] * np.sqrt(np.maximum(variances[-16:], 0))
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -85,6 +93,7 @@ class Simulator:
         queries = found.q[:, layer, head * per_head : (head + 1) * per_head].astype(np.float64)  # [S, G, D]
         keys = found.k[layer, head * hkv // found.keys.shape[2]].astype(np.float64)  # [P + S, D]
         scale = found.meta["scale"][str(layer)]
+        self.axes = axes(keys[s.sink : self.prompt]) if s.gate == "score" else np.eye(keys.shape[1])
         block: Block | None = None
         for step, q in enumerate(queries):
             t = self.prompt + step + 1
@@ -115,10 +124,10 @@ class Simulator:
         middle = range(max(s.sink, self.masked(where[1], t)), t - s.local)
         if len(middle) <= (s.critical or 0):
             return {c for c in range(t) if c < s.sink or c >= middle.start}, None, (False, math.nan)
-        cosine = math.nan
+        cosine, seen = math.nan, q @ self.axes
         if block is not None:
-            norms = np.linalg.norm(q, axis=-1) * np.linalg.norm(block.anchor, axis=-1)
-            cosine = float(((q * block.anchor).sum(-1) / norms).min())
+            norms = np.linalg.norm(seen, axis=-1) * np.linalg.norm(block.anchor, axis=-1)
+            cosine = float(((seen * block.anchor).sum(-1) / norms).min())
         share = cosine > s.tau
         if abs(cosine - s.tau) < TOLERANCE:
             self.excused += 1
@@ -129,7 +138,7 @@ class Simulator:
             share = share and step % s.block_size != 0
         today = block
         if not share:
-            today = Block(q, self._retrieve(where, t, logits, middle), t - s.local, step)
+            today = Block(seen, self._retrieve(where, t, logits, middle), t - s.local, step)
             if s.refresh == "rolling" or step % s.block_size == 0 or block is None:
                 block = today
         assert today is not None
@@ -236,6 +245,7 @@ def tokens() -> list[int]:
 CIS = {"sink": 4, "local": 8, "critical": 24, "tau": 0.55, "block_size": 4}
 VARIANTS: list[dict[str, Any]] = [
     {},
+    {"gate": "query"},
     {"granularity": "query_head"},
     {"refresh": "block"},
     {"refresh": "block", "local_window": "sliding", "granularity": "query_head"},
@@ -269,7 +279,13 @@ def check_all(simulator: Simulator, kind: str) -> None:
 def test_cis_equals_the_independent_computation(tiny: Any, tokens: list[int], variant: dict[str, Any]) -> None:
     settings = {**CIS, **variant}
     found = trace(tiny, tokens, PROMPT, STEPS, prehoc.CIS(**settings), observe=True, record=("selections", "qk"))
-    if set(variant) <= {"granularity", "refresh", "local_window", "matched"}:  # both decisions must really occur
+    if set(variant) <= {
+        "gate",
+        "granularity",
+        "refresh",
+        "local_window",
+        "matched",
+    }:  # both decisions must really occur
         assert 0.2 < found.summary()["retrieval_ratio"] < 0.9
     check_all(Simulator(found, **settings), "cis")
 

@@ -63,7 +63,7 @@ def test_every_row_reads_what_its_method_says() -> None:
     assert row[METHODS[2]]["retrieval_ratio"] == 1 / 8 and row[METHODS[2]]["keys_per_head"] <= 64
     assert row[METHODS[3]]["retrieval_ratio"] == 1 / 16
     assert row[METHODS[3]]["bytes_scored"] < row[METHODS[2]]["bytes_scored"] / 2, "deep layers score a window"
-    assert row[METHODS[2]]["method"] == "cis:budget=64,matched=True"
+    assert row[METHODS[2]]["method"] == "cis:budget=64,gate=query,matched=True"
     assert row[flexed]["mask_ms"] > 0 and 128 < row[flexed]["keys_per_head"] <= 512, "whole blocks"
 
 

@@ -154,7 +154,7 @@ def test_break_even_is_kept_for_auto_and_written(
     times = iter([(1.0, 2.0), (2.0, 2.5), (4.0, 3.0), (8.0, 3.5)])
 
     def cell(one: Any, source: Any, setup: Any, report: Any, given: Any) -> dict[str, Any]:
-        assert [row.name for row in given] == ["dense", "cis:budget=56,local=16"]
+        assert [row.name for row in given] == ["dense", "cis:budget=56,local=16,gate=query"]
         dense, ours = next(times)
         return {"rows": [{"ms": dense}, {"ms": ours, "retrieval_ratio": 0.25}]}
 

@@ -569,6 +569,7 @@ BOOKS = {
     "cis": CIS(**SMALL),
     "cis-query-head": CIS(**SMALL, granularity="query_head"),
     "cis-block": CIS(**SMALL, refresh="block", local_window="sliding"),
+    "cis-query": CIS(**SMALL, gate="query"),
     "cis-key": CIS(**SMALL, gate="key", tau=0.1),
     "cis-hidden": CIS(**SMALL, gate="hidden", tau=0.1, granularity="query_head"),
     "covered": CIS(**{**SMALL, "critical": 400}),
@@ -598,8 +599,9 @@ def test_books_balance(name: str, family: str, backend: str) -> None:
         real = [n - pad for pad in e["pads"]]
         dense += sum(real) * hkv * pair
         if "lists" in e:
-            vectors, width = {"cis-key": (hkv, e["d"]), "cis-hidden": (1, 48)}.get(name, (e["h"], e["d"]))
-            anchors += len(real) * vectors * width * 4 * (name != "oracle")
+            along = e["h"] * min(e["d"], 16) + hkv * e["d"] * min(e["d"], 16)  # the anchors, and the axes of a row
+            vectors = {"cis-query": e["h"] * e["d"], "cis-key": hkv * e["d"], "cis-hidden": 48}.get(name, along)
+            anchors += len(real) * vectors * 4 * (name != "oracle")
             for row, lists in enumerate(e["lists"]):
                 for head, used in enumerate(lists):
                     triples, visible = triples + 1, visible + real[row]
