@@ -16,7 +16,8 @@ def axes(step: Step, sink: int) -> Tensor:
     """Return the principal axes of each KV head's keys, each as long as their standard deviation along it.
 
     The inner product of two queries projected on them is, but for the axes that were left out, the covariance over the keys
-    of the scores that the two give. Taken of the prompt behind its sinks: whoever decodes, and when, finds the same.
+    of the scores that the two give. Taken of the prompt behind its sinks: whoever decodes, and when, finds the same. An
+    accelerator waits for the host here, once a layer behind the prompt: the eigenvectors are a library's.
 
     Parameters
     ----------
