@@ -33,6 +33,8 @@ PAIRS = (  # first minus second; what the paper says of it, and of the gate on s
         "hshare-1",
         "gated by scores, CIS-8 is closer to dense than HShare-1, at fewer retrievals",
     ),
+    ("cis:matched=true", "cis-8:matched=true", "at one tau scores are the better gate, at more retrievals"),
+    ("cis:matched=true", "hshare-1", "CIS at its defaults is closer to dense than HShare-1 at equal keys"),
     ("cis-8:matched=true", "cis-8:matched=true,tau=-1", "without a gate quality breaks"),
     (
         "cis-8:matched=true,dilate=0,radius=0,tau=-1",
