@@ -89,21 +89,22 @@ def sweep_section() -> str:
     tables = [f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"]]
     taus = {tau: "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")}
     gates = {"no gate": "s=8, no gate", **{f"tau {tau}": label for tau, label in taus.items()}}
-    return intro + "\n".join(_at_equal_mass(document, gates, "tau=0.8")) + "\n" + "".join(tables)
+    return intro + "\n".join(_at_equal_mass(document, gates)) + "\n" + "".join(tables)
 
 
-def _at_equal_mass(document: dict[str, Any], gates: dict[str, str], reference: str) -> list[str]:
-    """Return a table of what each gate reads when its budget is chosen to retain what tau 0.8 retains."""
+def _at_equal_mass(document: dict[str, Any], gates: dict[str, str]) -> list[str]:
+    """Return a table of what each gate reads when its budget is chosen to retain what ``tau=0.8`` retains."""
     from prehoc.eval.cis_sweep import bytes_at_equal_mass
 
+    name = next(name for name, label in gates.items() if label == "tau=0.8")
     lines = [
         "\nBytes of dense attention at equal mass: for each gate the budget is chosen so that it retains what"
-        f" {reference} retains at {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured"
+        f" {name} retains at {', '.join(map(str, document['budgets'][:-1]))} keys (interpolated between the measured"
         " budgets).\n",
         "| retained mass | " + " | ".join(gates) + " |",
         "|---" * (len(gates) + 1) + "|",
     ]
-    for mass, shares in bytes_at_equal_mass(document["rows"], list(gates.values()), reference)[:-1]:
+    for mass, shares in bytes_at_equal_mass(document["rows"], list(gates.values()), "tau=0.8")[:-1]:
         cells = [f"{mass:.4f}", *("-" if share is None else f"{share:.1%}" for share in shares.values())]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -111,10 +112,8 @@ def _at_equal_mass(document: dict[str, Any], gates: dict[str, str], reference: s
 
 def score_gate_section() -> str:
     """Return the gates on queries and on scores beside each other, a model a table."""
-    scores = {
-        f"score {tau}": "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8")
-    }
-    gates = {**{f"query {tau}": f"gate=query, tau={tau}" for tau in ("0.5", "0.6", "0.7", "0.8")}, **scores}
+    queries = {f"query {tau}": "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.5", "0.6", "0.7", "0.8")}
+    gates = {**queries, **{f"score {tau}": f"gate=score, tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8")}}
     measures: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
         ("retrieval ratio", lambda row: f"{row['retrieval_ratio']['mean']:.2f}"),
         ("bytes of dense", lambda row: f"{row['bytes_share']:.1%}"),
@@ -137,7 +136,7 @@ def score_gate_section() -> str:
                 f"| {name} | " + " | ".join(text(rows[label]) for label in gates.values()) + " |"
                 for name, text in measures
             ),
-            *_at_equal_mass(document, gates, "gate=query, tau=0.8"),
+            *_at_equal_mass(document, gates),
         ]
     return "\n".join(lines) + "\n"
 
@@ -195,7 +194,7 @@ def draw(demo: dict[str, Any]) -> None:
     keys.set(title="keys read\nper head and step", ylim=(0, _keys(dense) * 1.12))
 
     below = [0.0, 0.0]
-    for part, label, hatch in (*PARTS, ("small", "copies, indices, anchors", "...")):
+    for part, label, hatch in (*PARTS, ("small", "copies, indices, gate", "...")):
         values = [_part(answer, part) for answer in (dense, cpe)]
         traffic.bar(names, values, bottom=below, color=(BLUE, ORANGE), edgecolor="black", hatch=hatch, width=0.6)
         if values[1] > 0.04 * _bytes(dense):

@@ -67,7 +67,7 @@ METHODS: dict[str, tuple[str, str]] = {
     ),
     "oracle-topp": ("oracle_topp:mass=0.5,local=6", "oracle_topp:local=90"),
     "quest": (f"quest:{SMALL},page_size=2,dense_layers=1", f"quest:{COVER},page_size=2,dense_layers=1"),
-    "cis-score": (f"cis:{CIS},gate=score", f"cis:{COVER_CIS},gate=score"),
+    "cis-query": (f"cis:{CIS},gate=query", f"cis:{COVER_CIS},gate=query"),
     "cis-key": (f"cis_key:{CIS},tau=0.1", f"cis_key:{COVER_CIS}"),  # random models: larger cosines are rare
     "cis-hidden": (f"cis_hidden:{CIS},tau=0.1", f"cis_hidden:{COVER_CIS}"),
 }

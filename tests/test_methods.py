@@ -77,7 +77,7 @@ def test_presets() -> None:
     assert parse_method("cis-8") == CIS(block_size=8, gate="query")
     assert parse_method("cis-16:gate=score") == CIS(block_size=16)
     assert parse_method("cpe-16:budget=512") == CPE(block_size=16, gate="query", budget=512)
-    assert parse_method("cis-star:budget=128") == CIS(matched=True, budget=128)
+    assert parse_method("cis-star:budget=128") == CIS(matched=True, gate="query", budget=128)
     paper = parse_method("paper")
     assert isinstance(paper, CPE)
     assert (paper.granularity, paper.refresh, paper.local_window) == ("query_head", "block", "sliding")

@@ -37,7 +37,7 @@ class Traffic:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the cache, of indices and of anchors that decode attention and selection read."""
+        """Bytes of the cache, of indices, anchors and axes that decode attention and selection read."""
         scored = self.bytes_scored + self.bytes_compact
         return scored + self.bytes_copied + self.bytes_processed + self.bytes_indices + self.bytes_anchors
 

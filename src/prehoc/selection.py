@@ -144,7 +144,7 @@ class Decision:
     scored : tuple of int
         Per row, keys whose K is read by a retrieval.
     anchors : int
-        Bytes of stored anchors that the gate read.
+        Bytes of stored anchors that the gate read, and of the axes along which it compares them.
     scores_all : bool
         Whether every head was scored, also those that did not need it (where the host may not look).
     heads : int or None
@@ -155,7 +155,7 @@ class Decision:
         Per row, bytes of the int8 copy of the keys that one retrieval reads.
     summaries : int
         Bytes of stored summaries that were read to choose (page bounds, label channels, accumulated weights), and of the
-        keys that new ones were made from.
+        keys that new ones, and the axes of a gate on scores, were made from.
     evicted : tuple of int
         Per row, keys of the text that the cache no longer holds.
     out : Tensor or None

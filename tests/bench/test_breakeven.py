@@ -55,6 +55,9 @@ def test_a_measurement_is_found_again_by_what_it_is_valid_for(monkeypatch: pytes
     assert load(TINY, torch.bfloat16, METHOD, "reference") is None
     assert load(Shape("tiny", 4, 4, 2, 16), torch.float32, METHOD, "reference") is None
     assert load(TINY, torch.float32, parse_method("cis:budget=64,local=16"), "reference") is None
+    other_gate = parse_method("cis:budget=56,local=16,gate=query")
+    assert load(TINY, torch.float32, other_gate, "reference") is None, "by every key, whatever is the default"
+    assert "gate" in breakeven.path().read_text()
     assert load(TINY, torch.float32, METHOD, "reference", device=torch.device("cuda")) is None
     assert load(TINY, torch.float32, METHOD, "cpu") is None, "torch's kernels do not decide for the C++ ones"
     again = break_even(TINY, RandomInputs(), METHOD, [80], 1, SETUP)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -66,6 +66,12 @@ def test_only_what_varies_the_asked_keys(
     capsys.readouterr()
     assert call(monkeypatch, folder, tmp_path / "none.json", "--vary", "radios") == 2
     assert "did you mean 'radius'" in capsys.readouterr().err
+    assert call(monkeypatch, folder, out, "--vary", "gate", "--method", "cis:gate=query,local=16") == 0
+    methods = {row["label"]: row["method"] for row in json.loads(out.read_text())["rows"] if row["budget"] == 64}
+    assert methods["defaults"] == "cis:budget=64,local=16,gate=query"
+    assert methods["gate=score, tau=0.8"] == "cis:budget=64,local=16,tau=0.8"
+    assert call(monkeypatch, folder, tmp_path / "none.json", "--method", "cpe") == 2
+    assert "method='cpe' is not CIS, whose keys are varied; give for example cis:gate=query" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_goes_on_where_it_was(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +139,8 @@ def test_a_change_of_defaults_is_another_run(folder: Path, tmp_path: Path, monke
     out, short = tmp_path / "sweep.json", ("--prompt-tokens", "70", "--budgets", "64")
     read = stop_at(monkeypatch, 2)
     assert call(monkeypatch, folder, out, *short) == 2
-    monkeypatch.setattr(cis_sweep, "CIS", functools.partial(cis_sweep.CIS, tau=0.75))
+    given = cis_sweep.parse_method
+    monkeypatch.setattr(cis_sweep, "parse_method", lambda *text: dataclasses.replace(given(*text), tau=0.75))  # type: ignore[type-var]
     assert call(monkeypatch, folder, out, *short) == 0
     assert len(read) == 4, "both windows are read again"
 

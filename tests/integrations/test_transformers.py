@@ -370,7 +370,7 @@ def _crop(cache: Any, columns: int) -> int:
     return int(cache.get_seq_length())
 
 
-@pytest.mark.parametrize("gate", ["query", "key", "hidden"])
+@pytest.mark.parametrize("gate", ["score", "query", "key", "hidden"])
 def test_fork_decodes_with_several_methods_from_one_prefill(exact: Any, gate: Any) -> None:
     ids, name = tokens(1, 60), cache_name(exact)
     with sparsify(exact, CIS(**SMALL, gate=gate, tau=0.1)) as session, torch.no_grad():
@@ -422,7 +422,7 @@ def test_use_cache_false_prunes_the_prompt_by_depth(exact: Any) -> None:
     torch.testing.assert_close(without.logits, with_cache, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("gate", ["query", "hidden"])
+@pytest.mark.parametrize("gate", ["score", "query", "hidden"])
 def test_a_deep_copy_runs_its_own_weights(gate: Any) -> None:
     net = families.fresh("llama", torch.float64)
     ids = tokens(1, 52)
@@ -593,6 +593,7 @@ def test_books_balance(name: str, family: str, backend: str) -> None:
         copies = session.backend == "reference" and name.startswith(("cis", "cpe")) and name != "cis-block"
     layers = 2 if family == "gemma3" else 4
     assert d.steps == 13 and len(recorder.entries) == 13 * layers
+    found: set[int] = set()  # layers that have found the axes of their gate
     keys = visible = counted = hits = scored = processed = dense = triples = indices = copied = anchors = 0
     for e in recorder.entries:
         n, hkv, pair = e["n"], e["hkv"], (e["d"] + e["dv"]) * e["size"]
@@ -602,6 +603,9 @@ def test_books_balance(name: str, family: str, backend: str) -> None:
             along = e["h"] * min(e["d"], 16) + hkv * e["d"] * min(e["d"], 16)  # the anchors, and the axes of a row
             vectors = {"cis-query": e["h"] * e["d"], "cis-key": hkv * e["d"], "cis-hidden": 48}.get(name, along)
             anchors += len(real) * vectors * 4 * (name != "oracle")
+            if vectors == along and name != "oracle" and e["layer"] not in found:
+                found.add(e["layer"])
+                scored += sum(real) * hkv * e["d"] * e["size"]  # fewer keys than are sampled
             for row, lists in enumerate(e["lists"]):
                 for head, used in enumerate(lists):
                     triples, visible = triples + 1, visible + real[row]

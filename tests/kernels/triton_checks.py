@@ -347,7 +347,8 @@ METHODS: list[dict[str, Any]] = [
     {"critical": 9, "block_size": 2, "tau": 0.5, "local_window": "sliding", "granularity": "query_head", "sink": 0},
     {"critical": 7, "tau": 0.9, "radius": 2, "dilate": 5},
     {"critical": 20, "mass": 0.7, "tau": 0.5},
-    {"critical": 12, "block_size": 3, "tau": 0.3, "gate": "score"},
+    {"critical": 12, "block_size": 3, "tau": 0.3, "gate": "query"},
+    {"critical": 9, "block_size": 3, "tau": 0.3, "granularity": "query_head", "d": 32},  # 16 axes of 32
 ]
 
 
@@ -355,14 +356,16 @@ METHODS: list[dict[str, Any]] = [
 def test_steps_of_cis(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged rows, as on an accelerator: the host never looks, and a mask decides which heads retrieve."""
     assert resolve("triton", DEVICE) == "triton"
+    d = keys.get("d", 16)
+    keys = {key: value for key, value in keys.items() if key != "d"}
     method, rows = CIS(**{"sink": 2, "local": 4, **keys}), Rows((0, 9), (60, 51))
-    k, v = normal(2, 2, 70, 16, seed=1), normal(2, 2, 70, 16, seed=2)
+    k, v = normal(2, 2, 70, d, seed=1), normal(2, 2, 70, d, seed=2)
     monkeypatch.setattr(host, "may_look", lambda device: False)
     states = {"triton": State(), "reference": State()}
     seen = set()
     for at in range(4):
         # the second row's queries stay, those of the first change at every second step, and one of them is zero
-        q, n = torch.stack([normal(4, 16, seed=at // 2), normal(4, 16, seed=9)]), 61 + at
+        q, n = torch.stack([normal(4, d, seed=at // 2), normal(4, d, seed=9)]), 61 + at
         q[0, 3] *= at != 1
         found = []
         for name, state in states.items():

@@ -60,6 +60,8 @@ q, k = meta(2, 8, 128, dtype=torch.bfloat16), meta(2, 2, 9000, 128, dtype=torch.
 for frozen, limit in ((True, (60, 60)), (False, None)):
     sizes = (8, 32, (20, 20), (6, 6), limit, 3, 1, 8, frozen, 0.8, 0.1)
     ops.cis_step(q, k, state, (0, 3), (8, 90), *sizes)
+    along = {**state, "anchor": meta(2, 8, 16, dtype=torch.float32)}
+    ops.cis_step(q, k, along, (0, 3), (8, 90), *sizes, meta(2, 2, 128, 16, dtype=torch.float32))
 # head size, group, dtype: every form of the first, and on the newest GPU every kernel of the others
 shapes = ((128, 4, torch.bfloat16), (80, 1, torch.float16), (256, 2, torch.float32))
 for d, group, dtype in shapes if capability >= 90 else shapes[:1]:

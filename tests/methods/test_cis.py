@@ -743,7 +743,7 @@ def test_a_native_step_sees_queries_along_fewer_axes_than_they_have(granularity:
     """16 axes of 80: the native step and the torch path find the same cosines, and so the same sets."""
     keys = {**BASE, "gate": "score", "granularity": granularity}
     native, torch_path, shared = State(), State(), 0
-    for step in Walk(seed=34, steps=12, d=80, scale=80**-0.5):
+    for step in Walk(seed=34, steps=12, d=80, scale=80**-0.5, pad=(0, 3, 20)):
         one = CIS(**keys).decide(step, native)
         other = CIS(**keys).decide(dataclasses.replace(step, backend="reference"), torch_path)
         assert one.cosine is not None and other.cosine is not None and one.retrieved is not None
@@ -751,6 +751,24 @@ def test_a_native_step_sees_queries_along_fewer_axes_than_they_have(granularity:
         assert torch.equal(one.retrieved, other.retrieved)  # type: ignore[arg-type]
         shared += int((~one.retrieved).sum())
     assert native["anchor"].shape[2] == 16 and shared
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_finding_the_axes_is_booked_once(backend: str) -> None:
+    cis, state = CIS(**{**BASE, "gate": "score"}), State()
+    for i, step in enumerate(Walk(seed=35, steps=3, backend=backend)):
+        decision = cis.decide(step, state)
+        keys = sum(step.columns - pad for pad in step.rows.pad)
+        assert decision.summaries == (keys * step.k.shape[1] * 16 * 4 if i == 0 else 0), "fewer keys than are sampled"
+
+
+def test_a_broken_row_does_not_end_the_axes_of_the_others() -> None:
+    (step,) = Walk(seed=36, steps=1)
+    wanted = _gate.axes(step, sink=2)
+    for broken in (torch.nan, torch.inf):
+        step.k[2, 0, 30] = broken
+        found = _gate.axes(step, sink=2)
+        assert torch.equal(found[:2], wanted[:2]) and bool(found.isfinite().all())
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -781,7 +799,9 @@ def test_keys_that_do_not_differ_give_no_gate(backend: str) -> None:
 
 def test_a_step_without_hidden_states_is_refused() -> None:
     step = dataclasses.replace(next(iter(Walk())), hidden=None)
-    with pytest.raises(ValueError, match=r"gate=hidden compares the hidden states.*run the whole model.*or gate=key"):
+    with pytest.raises(
+        ValueError, match=r"gate=hidden compares the hidden states.*run the whole model.*gate=score, query or key"
+    ):
         CIS(**BASE, gate="hidden").decide(step, State())
     assert CIS(**BASE, gate="key").decide(step, State()).selection is not None
 

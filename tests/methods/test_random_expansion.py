@@ -22,13 +22,14 @@ KEYS = "sink=2,local=5,critical=12,block_size=4,tau=0.5"
         ",radius=2",
         ",gate=key",
         ",gate=hidden",
+        ",gate=score",
     ],
 )
 @pytest.mark.parametrize("pad", [(0,), (0, 4, 55)], ids=["one", "ragged"])
 def test_as_many_keys_as_dilation_adds_but_others(keys: str, pad: tuple[int, ...]) -> None:
     random = walk(f"random_expansion:{KEYS}{keys}", pad, 70, 14)
-    plain = walk(f"cis:{KEYS}{keys},dilate=0", pad, 70, 14)
-    dilated = walk(f"cis:{KEYS}{keys}", pad, 70, 14)
+    plain = walk(f"cis-8:{KEYS}{keys},dilate=0", pad, 70, 14)
+    dilated = walk(f"cis-8:{KEYS}{keys}", pad, 70, 14)
     added, differ = 0, 0
     for (step, one), (_, base), (_, wide) in zip(random, plain, dilated, strict=True):
         assert one.retrieved is not None and base.retrieved is not None
@@ -47,7 +48,7 @@ def test_random_keys_stay_for_a_block_and_are_drawn_anew_after_it() -> None:
     """Two heads of one row, three blocks: what a head adds changes exactly where it retrieves."""
     keys = KEYS.replace("tau=0.5", "tau=-1")
     random = walk(f"random_expansion:{keys}", (0,), 70, 12)
-    plain = walk(f"cis:{keys},dilate=0,radius=0", (0,), 70, 12)
+    plain = walk(f"cis-8:{keys},dilate=0,radius=0", (0,), 70, 12)
     added = [
         [set(read(one, 0, head)) - set(read(base, 0, head)) for head in range(2)]
         for (_, one), (_, base) in zip(random, plain, strict=True)

@@ -208,9 +208,9 @@ def test_controls_and_methods_stand_beside_tables_six_and_seven() -> None:
         triples = {name: [0.5, 0.4, 0.6] for name in ("retained", "beta_equal_keys", "overlap", "keys", "retrieved")}
         return {"method": method, "budget": budget, "n": 9, "bytes_share": 0.2, "beta": [beta, 0.0, None], **triples}
 
-    rows = [row("dense", None, 0.0), row("cis", 128, 0.0125), row("random_expansion:seed=3", 128, 0.0375)]
+    rows = [row("dense", None, 0.0), row("cis:gate=query", 128, 0.0125), row("random_expansion:seed=3", 128, 0.0375)]
     found = Structure(report([Run("rivals", "rivals.json", {"rows": rows})])).rows
-    assert ["cis", "0.500", "0", "0.0125", "0.019", "0.018", "80.07"] in found
+    assert ["cis:gate=query", "0.500", "0", "0.0125", "0.019", "0.018", "80.07"] in found
     assert ["random_expansion:seed=3", "0.500", "0", "0.0375", "0.041", "0.036", "71.87"] in found
     alone = report([Run("rivals", "rivals.json", {"rows": rows[:2]})])
     assert "Tables VI/VII:" in alone[alone.index('id="missing"') :], "CIS alone is no control"

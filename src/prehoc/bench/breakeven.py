@@ -183,7 +183,8 @@ def _key(shape: Shape, dtype: torch.dtype, method: Method, device: torch.device,
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
         "shape": [shape.layers, shape.heads, shape.kv_heads, shape.dim],
-        "method": describe(method),
+        # every key, so that a change of defaults makes another; through JSON, as it is kept
+        "method": json.loads(json.dumps({"name": method.name, **dataclasses.asdict(method)})),  # type: ignore[call-overload]
         "versions": {name: provenance.version(name) for name in ("prehoc", "torch")},
     }
 

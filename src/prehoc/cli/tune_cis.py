@@ -23,6 +23,9 @@ def command(
     ] = 0,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="P: tokens that are prefilled.")] = 3072,
     steps: Annotated[int, typer.Option("--steps", help="S: tokens that are decoded.")] = 96,
+    method: Annotated[
+        str, typer.Option("--method", help="CIS with keys that every setting has: cis:gate=query.")
+    ] = "cis",
     budgets: Annotated[str, typer.Option("--budgets", help="Keys per head, separated by commas.")] = "128,512",
     vary: Annotated[
         str, typer.Option("--vary", help="Only settings that vary these keys, separated by commas (all if empty).")
@@ -56,7 +59,7 @@ def command(
     from prehoc.integrations.transformers.support import layer_kinds
     from prehoc.trace import check_request
 
-    rows = settings(sizes, [key.strip() for key in vary.split(",") if key.strip()])
+    rows = settings(sizes, [key.strip() for key in vary.split(",") if key.strip()], method)
     check_int("layer_stride", layer_stride, 1)
     count = windows or len(text_file)
     texts = read_texts(text_file, count)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prehoc.config import check_int, unknown
 from prehoc.mass import mean_interval
-from prehoc.methods import CIS, Dense, Oracle, Streaming, describe
+from prehoc.methods import CIS, Dense, Oracle, Streaming, describe, parse_method
 from prehoc.replay import replay
 from prehoc.selection import Method
 from prehoc.trace import Trace, check_request, full_layers, position_limit, trace
@@ -50,8 +50,8 @@ def identity(row: Setting) -> dict[str, Any]:
     return {"label": row.label, "method": row.method.name, **dataclasses.asdict(row.method)}  # type: ignore[call-overload]
 
 
-def settings(budgets: Sequence[int], vary: Sequence[str] = ()) -> list[Setting]:
-    """Return the settings of the sweep: the defaults of CIS, each key varied alone, pairs of s and tau, and references.
+def settings(budgets: Sequence[int], vary: Sequence[str] = (), method: str = "cis") -> list[Setting]:
+    """Return the settings of the sweep: CIS as it is given, each key varied alone, pairs of s and tau, and references.
 
     Parameters
     ----------
@@ -59,15 +59,20 @@ def settings(budgets: Sequence[int], vary: Sequence[str] = ()) -> list[Setting]:
         Keys per head.
     vary : sequence of str
         Keep only the settings that vary one of these (`Setting.varies`); defaults and references always stay.
+    method : str
+        CIS with the keys that all its settings share, such as ``cis:gate=query``.
 
     Raises
     ------
     ValueError
-        For a name in `vary` that no setting varies.
+        For a name in `vary` that no setting varies, and for a method that is not CIS or has a size of its own.
     """
     rows = [Setting("dense", "reference", None, Dense())]
     for budget in budgets:
-        base = CIS(budget=budget)
+        base = parse_method(method, {"budget": budget})
+        if type(base) is not CIS:
+            raise ValueError(f"method={method!r} is not CIS, whose keys are varied; give for example cis:gate=query")
+        other = "query" if base.gate == "score" else "score"
         critical = budget - base.sink - base.local
         rows += [
             Setting("oracle", "reference", budget, Oracle(budget=budget)),
@@ -77,10 +82,7 @@ def settings(budgets: Sequence[int], vary: Sequence[str] = ()) -> list[Setting]:
         changes: list[tuple[str, str, dict[str, Any]]] = [
             *((f"s={s}", "block_size", {"block_size": s}) for s in (2, 4, 16, 32)),
             *((f"tau={tau}", "tau", {"tau": tau}) for tau in (0.4, 0.5, 0.7, 0.8, 0.9)),
-            *(
-                (f"gate=query, tau={tau}", "gate", {"gate": "query", "tau": tau})
-                for tau in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-            ),
+            *((f"gate={other}, tau={tau}", "gate", {"gate": other, "tau": tau}) for tau in (0.4, 0.5, 0.6, 0.7, 0.8)),
             *((f"s={s}, no gate", "no gate", {"block_size": s, "tau": -1.0}) for s in (2, 4, 8)),
             ("m=0", "dilate", {"dilate": 0}),
             ("m=k/6", "dilate", {"dilate": critical // 6}),

@@ -23,6 +23,12 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def projected(q: Tensor, axes: Tensor) -> Tensor:
+    """Return queries ``[B, H, D]`` along axes ``[B, Hkv, D, W]`` of their KV heads: float32 ``[B, H, W]``."""
+    along: Tensor = q.float().unflatten(1, (axes.shape[1], -1)) @ axes
+    return along.flatten(1, 2)
+
+
 def group_queries(q: Tensor, selection_heads: int, kv_heads: int) -> Tensor:
     """Return q ``[B, H, D]`` as ``[B, Hs, G', D]``: the queries that share a selection head."""
     b, h, d = q.shape

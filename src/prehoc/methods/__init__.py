@@ -47,18 +47,15 @@ METHODS: dict[str, type[Any]] = {
     )
 }
 
-# names of the paper's tables, and their controls, have its gate; the bare `cis` and `cpe` have ours (docs/methods/cis.md)
-_QUERY = {"gate": "query"}
 # the paper's own readings: one set per query head, block refresh, a sliding local window, its published schedule
-_PAPER = {
-    **{"granularity": "query_head", "refresh": "block", "local_window": "sliding"},
-    **{"tau": 0.8, "gate": "query", "block_size": 8},
-}
+_PAPER = {"granularity": "query_head", "refresh": "block", "local_window": "sliding", "tau": 0.8, "block_size": 8}
+# what is named after the paper's tables, and its controls, has its gate; the bare `cis` and `cpe` have ours
+_QUERY = {"gate": "query"}
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "cis-8": ("cis", {"block_size": 8, **_QUERY}),
     "cis-16": ("cis", {"block_size": 16, **_QUERY}),
-    "cis-star": ("cis", {"matched": True}),
+    "cis-star": ("cis", {"matched": True, **_QUERY}),
     "cis_hidden": ("cis", {"gate": "hidden"}),
     "cis_key": ("cis", {"gate": "key"}),
     "cpe-8": ("cpe", {"block_size": 8, **_QUERY}),
@@ -72,7 +69,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "oracle_topp": ("oracle", {"mass": 0.95, "sink": 0, "local": 1, "granularity": "query_head"}),
     "paper": (
         "cpe",
-        {**_PAPER, "phi": 0.7, "alpha": 1.5, "psi": 0.5, "gamma": 1.0, "start_layer": 0.5},
+        {**_PAPER, **_QUERY, "phi": 0.7, "alpha": 1.5, "psi": 0.5, "gamma": 1.0, "start_layer": 0.5},
     ),
 }
 

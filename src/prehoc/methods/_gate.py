@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prehoc.kernels import host
 from prehoc.selection import Step
 
 GATES = ("score", "query", "key", "hidden")
@@ -44,7 +45,8 @@ def axes(step: Step, sink: int) -> Tensor:
     sample = step.k.gather(2, place[:, None, :, None].expand(b, hkv, SAMPLE, d)).float()
     noise = 1e-6 * sample.square().sum(-1).mean(-1)[..., None]  # [B, Hkv, 1]: what rounding may leave of no variance
     sample -= sample.mean(2, keepdim=True)
-    variances, directions = torch.linalg.eigh(sample.mT @ sample / SAMPLE)  # ascending
+    covariance = torch.nan_to_num(sample.mT @ sample / SAMPLE, 0.0, 0.0, 0.0)  # a broken row must not end the others
+    variances, directions = torch.linalg.eigh(covariance)  # ascending
     deviations = torch.where(variances > noise, variances, 0.0).sqrt()
     found: Tensor = directions[..., -AXES:] * deviations[..., None, -AXES:]
     return found.contiguous()
@@ -78,13 +80,13 @@ def compared(gate: str, step: Step, along: Tensor | None = None) -> Tensor:
         found = step.q.float()
     elif gate == "score":
         assert along is not None
-        found = (step.q.float().unflatten(1, (along.shape[1], -1)) @ along).flatten(1, 2)
+        found = host.projected(step.q, along)
     elif gate == "key":
         found = step.k[:, :, -1].float()
     elif step.hidden is None:
         raise ValueError(
             "gate=hidden compares the hidden states that enter a layer, and recorded or drawn queries and keys have none: run "
-            "the whole model, for example with prehoc trace, or take gate=query or gate=key"
+            "the whole model, for example with prehoc trace, or take gate=score, query or key"
         )
     else:
         found = step.hidden[:, None].float()

@@ -146,10 +146,12 @@ class CIS:
         native = getattr(kernels.get(step.backend, device), "cis_step", None)
         exact = self.retrieval == "exact"
         plain = self.refresh == "rolling" and self.mass is None and exact and self.gate in ("query", "score")
+        sampled = 0  # bytes of the keys that axes were found in
         if self.gate == "score" and "axes" not in state:
             state["axes"] = _gate.axes(step, self.sink)
+            sampled = min(_gate.SAMPLE * step.k[:, :, 0].nbytes, step.key_bytes(0))
         if native is not None and plain and all(middle.counted):
-            return self._native(native, step, state, middle)
+            return dataclasses.replace(self._native(native, step, state, middle), summaries=sampled)
         look = host.may_look(device)
         unit = _gate.compared(self.gate, step, state.get("axes"))
         boundary, anchored = self._advance(step, state), "anchor" in state
@@ -195,7 +197,7 @@ class CIS:
             scores_all=not look,
             heads=hs,
             copied=copies,
-            summaries=coded,
+            summaries=coded + sampled,
         )
         if not exact:
             width = step.q.shape[2] + SCALE_BYTES

@@ -181,7 +181,10 @@ def _paper(task: str, rows: Sequence[Row]) -> list[Table]:
     name = paper.TABLES[task]
     apart = [f"{part}, n = {own['n']}" for part, own in parts.items()]
     header = ("method", *ours, *apart, *(f"paper: {column}" for column in theirs))
-    note = "Methods at several budgets stand beside the one budget that the paper has; HShare at 28.1 % is hshare-1."
+    note = (
+        "Methods at several budgets stand beside the one budget that the paper has; HShare at 28.1 % is hshare-1. The paper's"
+        " CIS and CPE compare queries (gate=query)."
+    )
     return [Table(f"{name}: {task}", header, found, note, paper=(name,))]
 
 

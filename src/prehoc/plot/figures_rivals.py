@@ -108,7 +108,9 @@ def _gate_table(rows: Sequence[tuple[str, float | None, float | None, Any]]) -> 
 
 def _reuse_table(rows: Sequence[tuple[str, float | None, float | None, Any]]) -> list[Table]:
     known = [
-        (row, paper.CONTROLS[row[0].partition(":")[0]]) for row in rows if row[0].partition(":")[0] in paper.CONTROLS
+        (row, paper.CONTROLS[row[0].partition(":")[0]])
+        for row in rows
+        if row[0].partition(":")[0] in paper.CONTROLS and getattr(parse_method(row[0]), "gate", "query") == "query"
     ]
     if {row[0].partition(":")[0] for row, _ in known} <= {"cis"}:
         return []

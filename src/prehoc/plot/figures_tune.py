@@ -150,7 +150,7 @@ def _tuned(rows: Sequence[Row]) -> Table | None:
     for (size, tau, radius), (ratio, keys, score) in paper.TUNING.items():
         label = f"tau={tau}" if size == 8 else f"s={size}, tau={tau}"  # blocks of 8 and a radius of 1 are not named
         for row in rows:
-            if row["budget"] == 128 and row["label"] == label and radius == 1:
+            if row["budget"] == 128 and row["label"] == label and radius == 1 and "gate=query" in row["method"]:
                 ours = [
                     number(row["retrieval_ratio"]["mean"], 3),
                     number(row["keys"]["mean"], 0),

@@ -213,7 +213,7 @@ def cis_step(
     tau, scale : float
         Least cosine of a shared set (exclusive), and the factor on the logits.
     axes : Tensor, optional
-        float32 ``[B, Hkv, D, C]``, contiguous: the gate compares the queries along these (default: the queries, C = D).
+        ``[B, Hkv, D, C]``: the gate compares the queries along these (default: the queries, C = D).
 
     Returns
     -------
@@ -225,6 +225,7 @@ def cis_step(
     indices = state["indices"]
     b, hs, width = indices.shape
     query = q.float().contiguous()
+    axes = None if axes is None else axes.float().contiguous()
     hkv, n, d = k.shape[1:]
     retrieved, cosine = torch.empty((b, hs), dtype=torch.bool), torch.empty((b, hs))
     sizes = (b, hkv, hs, q.shape[1] // hs, d, sink, local, n, max(critical), radius, per_best or 1, width)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prehoc.kernels.host import projected
 from prehoc.kernels.triton import launch
 from prehoc.kernels.triton.dilate import build
 from prehoc.kernels.triton.score import score
@@ -98,7 +99,7 @@ def cis_step(
     launch.check(q, k)
     (b, h, _), n, (_, hs, width) = q.shape, k.shape[2], state["indices"].shape
     q, group, device = q.contiguous(), h // hs, q.device
-    vectors = q if axes is None else (q.float().unflatten(1, (axes.shape[1], -1)) @ axes).flatten(1, 2)
+    vectors = q if axes is None else projected(q, axes)
     retrieved = torch.empty((b, hs), dtype=torch.bool, device=device)
     cosine = torch.empty((b, hs), dtype=torch.float32, device=device)
     rows = launch.per_row(device, first, start, best, critical, (0,) * b if limit is None else limit)
