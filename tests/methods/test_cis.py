@@ -765,10 +765,18 @@ def test_finding_the_axes_is_booked_once(backend: str) -> None:
 def test_a_broken_row_does_not_end_the_axes_of_the_others() -> None:
     (step,) = Walk(seed=36, steps=1)
     wanted = _gate.axes(step, sink=2)
-    for broken in (torch.nan, torch.inf):
+    for broken in (torch.nan, torch.inf, 3e38):
         step.k[2, 0, 30] = broken
         found = _gate.axes(step, sink=2)
         assert torch.equal(found[:2], wanted[:2]) and bool(found.isfinite().all())
+
+
+def test_prompts_of_one_key_have_no_axes() -> None:
+    """1,024 copies of a key differ by rounding: eigenvectors of that need not converge."""
+    k = torch.randn(64, 3, 1, 64, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, 64)
+    one = tuple([0] * 64), tuple([1] * 64)
+    step = Step(0, k[:, :, 0], k, k, 0.125, Rows(*one), one[0])
+    assert not _gate.axes(step, sink=8).any()
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

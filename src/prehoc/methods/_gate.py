@@ -45,9 +45,13 @@ def axes(step: Step, sink: int) -> Tensor:
     sample = step.k.gather(2, place[:, None, :, None].expand(b, hkv, SAMPLE, d)).float()
     noise = 1e-6 * sample.square().sum(-1).mean(-1)[..., None]  # [B, Hkv, 1]: what rounding may leave of no variance
     sample -= sample.mean(2, keepdim=True)
-    covariance = torch.nan_to_num(sample.mT @ sample / SAMPLE, 0.0, 0.0, 0.0)  # a broken row must not end the others
-    variances, directions = torch.linalg.eigh(covariance)  # ascending
-    deviations = torch.where(variances > noise, variances, 0.0).sqrt()
+    covariance = sample.mT @ sample / SAMPLE
+    total = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None]  # [B, Hkv, 1]
+    varies = (total > noise) & (total < torch.inf)  # one key, or a broken row, must not keep the others from converging
+    covariance = torch.where(varies[..., None], covariance / total[..., None], 0.0)
+    shares, directions = torch.linalg.eigh(covariance)  # ascending
+    variances = shares * total
+    deviations = torch.where(varies & (variances > noise), variances, 0.0).sqrt()
     found: Tensor = directions[..., -AXES:] * deviations[..., None, -AXES:]
     return found.contiguous()
 
