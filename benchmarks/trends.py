@@ -31,7 +31,7 @@ PAIRS = (  # first minus second; what the paper says of it, and of the gate on s
     (
         "cis-8:matched=true,gate=score,tau=0.4",
         "hshare-1",
-        "gated by scores, CIS-8 is closer to dense than HShare-1, at fewer retrievals",
+        "gated by scores at tau 0.4, CIS is closer to dense than HShare-1, at fewer retrievals",
     ),
     ("cis:matched=true", "cis-8:matched=true", "at one tau scores are the better gate, at more retrievals"),
     ("cis:matched=true", "hshare-1", "CIS at its defaults is closer to dense than HShare-1 at equal keys"),

@@ -61,6 +61,11 @@ def test_strings() -> None:
     assert parse_method("cis:tau=-1").tau == -1  # type: ignore[attr-defined]
 
 
+def test_a_configuration_needs_no_reading() -> None:
+    with pytest.raises(TypeError, match=r"reads a text such as 'cis:budget=1024'; CIS\(.*needs no reading"):
+        parse_method(CIS())  # type: ignore[arg-type]
+
+
 def test_extra_adds_to_a_text_and_wins_over_a_preset() -> None:
     assert parse_method("cis:budget=64", {"tau": "0.5"}) == CIS(budget=64, tau=0.5)
     assert parse_method("cis-16", {"block_size": "4"}) == CIS(block_size=4, gate="query")

@@ -36,7 +36,11 @@ def command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another key of the method; may be repeated.")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option("--compare", help="Also answer with this method first and show both side by side.")
+        str | None,
+        typer.Option(
+            "--compare",
+            help="Also answer with this method (a whole one: cis:budget=64) first and show both side by side.",
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", help="0: the likeliest token; above: sampling.")] = 0.0,

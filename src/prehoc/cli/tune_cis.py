@@ -23,12 +23,14 @@ def command(
     ] = 0,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="P: tokens that are prefilled.")] = 3072,
     steps: Annotated[int, typer.Option("--steps", help="S: tokens that are decoded.")] = 96,
-    method: Annotated[
-        str, typer.Option("--method", help="CIS with keys that every setting has: cis:gate=query.")
-    ] = "cis",
+    method: Annotated[str, typer.Option("--method", help="The CIS that is varied, such as cis:gate=query.")] = "cis",
     budgets: Annotated[str, typer.Option("--budgets", help="Keys per head, separated by commas.")] = "128,512",
     vary: Annotated[
-        str, typer.Option("--vary", help="Only settings that vary these keys, separated by commas (all if empty).")
+        str,
+        typer.Option(
+            "--vary",
+            help="Only settings that vary these, separated by commas: block_size, tau, gate (the other), no gate, dilate, ...",
+        ),
     ] = "",
     layer_stride: Annotated[int, typer.Option("--layer-stride", help="Replay every n-th full-attention layer.")] = 1,
     plot: Annotated[Path | None, typer.Option("--plot", help="Picture to write (png, svg or pdf).")] = None,

@@ -93,7 +93,11 @@ def parse_method(text: str, extra: Mapping[str, Any] | None = None) -> Method:
     ValueError
         For an unknown method or key (with the nearest known one), a key given twice, a value out of range, or a malformed
         pair.
+    TypeError
+        For what is not a text.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"parse_method reads a text such as 'cis:budget=1024'; {text!r} needs no reading")
     name, _, pairs = text.partition(":")
     name = name.strip().lower()
     values: dict[str, Any] = {}

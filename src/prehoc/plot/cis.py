@@ -10,6 +10,7 @@ from prehoc.files import atomic_path
 
 LINES = {  # the key that varies along a line: name in the legend, and a marker and colour that are told apart by anyone
     "tau": ("gate tau", "o", "#0072b2"),
+    "gate": ("the other gate", "v", "#56b4e9"),
     "no gate": ("block size s without a gate", "s", "#e69f00"),
     "block_size": ("block size s", "^", "#009e73"),
     "dilate": ("dilation m, its neighbours r=1", "D", "#cc79a7"),
@@ -72,18 +73,30 @@ def check_target(path: Path) -> str:
     return kind
 
 
+def varied(base: Mapping[str, Any]) -> str:
+    """Return what a sweep varies: the method of its row ``defaults`` without its budget."""
+    name, _, pairs = str(base["method"]).partition(":")
+    kept = ",".join(pair for pair in pairs.split(",") if pair and not pair.startswith("budget="))
+    return f"{name}:{kept}" if kept else name
+
+
 def _panel(axes: Any, rows: list[Mapping[str, Any]], base: Mapping[str, Any]) -> None:
     axes.axhline(base["oracle"]["mean"], color="0.5", linestyle="--", linewidth=1, label="oracle")
     for varies, (name, marker, colour) in LINES.items():
-        line = [row for row in rows if row["varies"] == varies] + ([base] if varies != "no gate" else [])
+        line = [row for row in rows if row["varies"] == varies]
+        if not line:
+            continue
+        line += [base] if varies not in ("gate", "no gate") else []
         line.sort(key=lambda row: (row["bytes_share"], row["label"]))
         xs, ys = [row["bytes_share"] for row in line], [row["retained"]["mean"] for row in line]
+        if varies == "gate":
+            name = f"{line[0]['label'].partition(',')[0]}, tau"
         axes.plot(xs, ys, marker=marker, color=colour, markersize=4, linewidth=1.2, label=name)
         for x, y, row in zip(xs, ys, line, strict=True):
             if row is not base and varies != "block_size":  # these lie on each other
-                text = row["label"].removesuffix(", no gate")
+                text = row["label"].removesuffix(", no gate").rpartition(", ")[2]  # of the other gate its tau
                 offset, side = ((-5, 4), "right") if varies == "tau" else ((5, -9), "left")
                 axes.annotate(
                     text, (x, y), textcoords="offset points", xytext=offset, ha=side, fontsize=7, color=colour
                 )
-    axes.plot([base["bytes_share"]], [base["retained"]["mean"]], "k*", markersize=10, label="defaults")
+    axes.plot([base["bytes_share"]], [base["retained"]["mean"]], "k*", markersize=10, label=varied(base))

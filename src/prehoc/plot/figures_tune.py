@@ -37,17 +37,18 @@ def tune_cis(run: Run) -> list[Block]:
     """Return the tables and figures of ``prehoc tune cis``."""
     rows: list[Row] = run.document["rows"]
     budgets: list[int] = run.document["budgets"]
+    base = cis_picture.varied(next(row for row in rows if row["varies"] == "none"))
     blocks: list[Block] = [
         Drawing(
             "Pareto: retained mass against bytes read",
             "Retained attention mass of every setting of CIS over the bytes read as a share of dense; a panel per budget, a "
-            "line per key that is varied, a star for the defaults, the oracle as a dashed line.",
+            f"line per key that is varied, a star for what they vary ({base}), the oracle as a dashed line.",
             save=functools.partial(cis_picture.draw, run.document),
             paper=("Pareto",),
         ),
         Drawing(
             "Gap of retained mass and overlap over the retrieval ratio",
-            "CIS with different gates tau, joined by a line, at each budget: mass that the oracle of the same budget retains "
+            f"{base} with different gates tau, joined by a line, at each budget: mass that the oracle of the same budget retains "
             "beyond CIS (beta, lower is better), and the share of its critical keys that were read (higher is better). Bars are "
             "95 % intervals.",
             draw=lambda: _over_ratio(rows, budgets),
@@ -56,7 +57,7 @@ def tune_cis(run: Run) -> list[Block]:
         Drawing(
             "Sensitivity to dilation and tau",
             "Beta of CIS (lower is better) over the number m of keys whose neighbours are read as well, as a share of k, and "
-            "over the gate tau; everything else at its default. Bars are 95 % intervals.",
+            f"over the gate tau; everything else as in {base}. Bars are 95 % intervals.",
             draw=lambda: _sensitivity(rows, budgets),
             paper=("Figure 9",),
         ),
@@ -66,7 +67,9 @@ def tune_cis(run: Run) -> list[Block]:
         blocks.append(tuned)
     for budget in budgets:
         some = [sweep_row(row) for row in rows if row["budget"] in (budget, None)]
-        blocks.append(Table(f"CIS at a budget of {budget} keys", SWEEP, some, counted(rows), folded=True))
+        blocks.append(
+            Table(f"{base} and what is varied, at a budget of {budget} keys", SWEEP, some, counted(rows), folded=True)
+        )
     return blocks
 
 
