@@ -68,7 +68,7 @@ def test_every_writer_leaves_nothing_behind_when_it_fails(tmp_path: Path, monkey
     monkeypatch.setattr(np, "savez", failing)
     monkeypatch.setattr(Figure, "savefig", failing)
     run = {"name": "r", "windows": 1, "window": 8, "model": "m", "chosen": {}, "rows": [], "limit": 0.01}
-    base = {"budget": 64, "varies": "none", "label": "defaults", "bytes_share": 1.0}
+    base = {"budget": 64, "varies": "none", "label": "defaults", "method": "cis:budget=64", "bytes_share": 1.0}
     means = {"retained": {"mean": 1.0}, "oracle": {"mean": 1.0}}
     sweep = {"budgets": [64], "rows": [{**base, **means}], "model": "m", "prompt_tokens": 8}
     arrays = (np.zeros((1, 1, 1), np.float32),) * 9

@@ -73,7 +73,7 @@ def test_same_keys(method: str, pads: tuple[int, ...], monkeypatch: pytest.Monke
 def test_books_hold_what_every_head_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two heads of eight channels, 71 to 79 keys: one retrieval is needed, and all steps score."""
 
-    keys = "critical=9,sink=3,local=4,refresh=block,block_size=64,tau=-1"
+    keys = "critical=9,sink=3,local=4,refresh=block,block_size=64,tau=-1,gate=query"
 
     def traffic(more: str) -> Traffic:
         books = Books()

@@ -69,8 +69,8 @@ def test_the_copy_grows_with_the_text() -> None:
 
 
 def test_books() -> None:
-    _, exact = walk(CIS(**KEYS), "reference", steps=1, pad=(0,))
-    _, cheap = walk(CIS(**KEYS, retrieval="compact", rerank=2), "reference", steps=1, pad=(0,))
+    _, exact = walk(CIS(**KEYS, gate="query"), "reference", steps=1, pad=(0,))
+    _, cheap = walk(CIS(**KEYS, gate="query", retrieval="compact", rerank=2), "reference", steps=1, pad=(0,))
     middle_and_local = 150 - 3
     assert exact.bytes_scored == HKV * 150 * D * 4 and exact.bytes_compact == 0
     assert cheap.bytes_compact == HKV * middle_and_local * (D + 4)
@@ -80,7 +80,7 @@ def test_books() -> None:
 
 def test_every_key_is_coded_once() -> None:
     """Retrievals at the first and the fifth step; the second codes the four keys since."""
-    keys = {**KEYS, "tau": -1.0, "block_size": 4, "retrieval": "compact"}
+    keys = {**KEYS, "gate": "query", "tau": -1.0, "block_size": 4, "retrieval": "compact"}
     _, found = walk(CIS(**keys), "reference", steps=5)
     assert found.retrievals == 2 * 2 * HKV
     assert found.bytes_scored == HKV * (2 * 2 * (3 + 2 * 20) + 154 + 147) * D * 4
