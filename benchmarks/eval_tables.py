@@ -12,6 +12,37 @@ from prehoc.plot.runs import read_run
 FOLDER = Path(__file__).resolve().parent
 
 
+SHOWN = ("oracle", "cis", "cis-8", "hshare-1", "hshare-0", "double_sparsity", "quest", "h2o", "snapkv", "streaming")
+"""Rows of the README's table; CIS pays its dilation out of the budget (``matched``), so that all read as many keys."""
+SUMMARY = {  # run: column of the README's table, its task's score shown
+    "eval_smollm2_ruler": ("needle, SmolLM2", "found"),
+    "eval_qwen_qasper": ("qasper, Qwen2.5-Coder", "f1"),
+}
+
+
+def accuracy_summary() -> str:
+    """Return the README's table: KL to dense with its interval, and the score, of some methods in two runs."""
+    from prehoc.methods import parse_method
+
+    budgets = (128, 256, 1024)
+    header, lines = [], [["dense"], *([name] for name in SHOWN)]
+    for run, (title, metric) in SUMMARY.items():
+        document = json.loads((FOLDER / f"{run}.json").read_text())
+        (table,) = document["tables"]
+        rows = {parse_method(row["method"]): row for row in table["rows"]}
+        n = table["rows"][0]["n"]
+        header += [f"{title}, n = {n}, {budget} keys" for budget in budgets]
+        for line in lines:
+            for budget in budgets:
+                matched = ",matched=true" if line[0] in ("cis", "cis-8") else ""
+                text = "dense" if line[0] == "dense" else f"{line[0]}:budget={budget}{matched}"
+                row = rows[parse_method(text)]
+                kl = "" if line[0] == "dense" else f", {_interval(row['kl'], 3)}"
+                line.append(f"{row['scores'][metric]['mean']:.0f}{kl}")
+    out = ["| | " + " | ".join(header) + " |", "|---" * (len(header) + 1) + "|"]
+    return "\n".join([*out, *("| `" + line[0] + "` | " + " | ".join(line[1:]) + " |" for line in lines)]) + "\n"
+
+
 def runs_section() -> str:
     """Return every table of every published run."""
     return "\n".join(run_section(path) for path in sorted(FOLDER.glob("eval_*_*.json")))

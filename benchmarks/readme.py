@@ -231,7 +231,11 @@ def _part(answer: dict[str, Any], part: str) -> float:
 
 
 DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"demo": demo_section, "decode": bench_tables.decode_summary},
+    ROOT / "README.md": {
+        "demo": demo_section,
+        "decode": bench_tables.decode_summary,
+        "accuracy": eval_tables.accuracy_summary,
+    },
     ROOT / "docs" / "bench.md": {
         "attention": bench_tables.attention_sections,
         "decode": bench_tables.decode_sections,
