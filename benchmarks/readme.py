@@ -79,12 +79,14 @@ def sweep_section() -> str:
     if not path.exists():
         return ""
     from prehoc.eval.cis_sweep import table
+    from prehoc.plot.cis import varied
 
     document = json.loads(path.read_text())
+    base = next(row for row in document["rows"] if row["varies"] == "none")
     intro = (
         f"Measured on {document['model']}: {document['prompt_tokens']} tokens of prompt, {document['steps']} decoded, every"
         " setting on the same recorded queries and keys. beta is the oracle's retained mass less the setting's. Each row"
-        f" changes one thing from `cis:gate=query` ([data and command](../../benchmarks/{path.name})).\n"
+        f" changes one thing from `{varied(base)}` ([data and command](../../benchmarks/{path.name})).\n"
     )
     tables = [f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"]]
     taus = {tau: "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")}

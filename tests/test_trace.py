@@ -279,13 +279,8 @@ def check_all(simulator: Simulator, kind: str) -> None:
 def test_cis_equals_the_independent_computation(tiny: Any, tokens: list[int], variant: dict[str, Any]) -> None:
     settings = {**CIS, **variant}
     found = trace(tiny, tokens, PROMPT, STEPS, prehoc.CIS(**settings), observe=True, record=("selections", "qk"))
-    if set(variant) <= {
-        "gate",
-        "granularity",
-        "refresh",
-        "local_window",
-        "matched",
-    }:  # both decisions must really occur
+    reading = {"gate", "granularity", "refresh", "local_window", "matched"}
+    if set(variant) <= reading:  # both decisions must really occur
         assert 0.2 < found.summary()["retrieval_ratio"] < 0.9
     check_all(Simulator(found, **settings), "cis")
 

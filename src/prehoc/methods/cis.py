@@ -151,7 +151,7 @@ class CIS:
             state["axes"] = _gate.axes(step, self.sink)
             sampled = min(_gate.SAMPLE * step.k[:, :, 0].nbytes, step.key_bytes(0))
         if native is not None and plain and all(middle.counted):
-            return dataclasses.replace(self._native(native, step, state, middle), summaries=sampled)
+            return self._native(native, step, state, middle, sampled)
         look = host.may_look(device)
         unit = _gate.compared(self.gate, step, state.get("axes"))
         boundary, anchored = self._advance(step, state), "anchor" in state
@@ -207,7 +207,7 @@ class CIS:
         return decision
 
     def _native(
-        self, cis_step: Callable[..., tuple[Tensor, Tensor]], step: Step, state: State, middle: Middle
+        self, cis_step: Callable[..., tuple[Tensor, Tensor]], step: Step, state: State, middle: Middle, sampled: int
     ) -> Decision:
         """Decide in one call of a native kernel, on the same state."""
         critical, always = middle.critical, self.sink + self.local
@@ -237,7 +237,16 @@ class CIS:
             axes,
         )
         selection, read = Selection(state["indices"], state["lengths"]), _read_by_the_gate(state)
-        return Decision(selection, retrieved, cosine, middle.counted, middle.scored, anchors=read, heads=middle.heads)
+        return Decision(
+            selection,
+            retrieved,
+            cosine,
+            middle.counted,
+            middle.scored,
+            anchors=read,
+            heads=middle.heads,
+            summaries=sampled,
+        )
 
     def _keeps_copies(self, step: Step) -> bool:
         """Return whether the selected rows are worth copying: lists that only grow, and kernels that would gather them."""
