@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import prehoc
 from families import FAMILIES, fresh, generated, padded
@@ -43,15 +44,28 @@ def test_the_packed_weight_is_what_runs() -> None:
         assert torch.equal(net(x), before)
 
 
-def test_gradients_and_graphs_run_the_layer_as_it_was() -> None:
+def test_gradients_and_autocast_run_the_layer_as_it_was() -> None:
     net, x = model(), torch.randn(2, 19)
     with prehoc.packed(net):
         net(x).sum().backward()
         assert net[0].weight.grad is not None
         with torch.inference_mode():
             assert torch.autocast("cpu", torch.bfloat16)(net)(x).dtype == torch.bfloat16
-            compiled = torch.compile(net, backend="eager", fullgraph=True)
+
+
+def test_a_graph_runs_the_packed_weight_and_the_layer_again_behind_it() -> None:
+    net, x, counter = model(), torch.randn(2, 19), CompileCounter()
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+    for _ in range(3):  # packed again it is not compiled again
+        with torch.inference_mode():
+            before = net(x)
+            torch.testing.assert_close(compiled(x), before)
+            with prehoc.packed(net):
+                net[0].weight.mul_(2.0)  # which the documentation forbids
+                torch.testing.assert_close(compiled(x), before)
             torch.testing.assert_close(compiled(x), net(x))
+            assert not torch.allclose(compiled(x), before)
+    assert counter.frame_count == 2
 
 
 def test_what_cannot_be_packed_is_said() -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NOTHING = (
     "packed: {model} has no linear layer to pack: layers on the CPU, in float32{also}, that no other library has changed; "
     "leave packed out"
 )
+_copies: dict[
+    int, Tensor
+] = {}  # by the address of the weight: where a compiled graph, which knows weights alone, finds them
 
 
 @contextlib.contextmanager
@@ -20,8 +25,9 @@ def packed(model: nn.Module) -> Iterator[int]:
     """Run a model's linear layers from packed copies of their weights.
 
     Torch multiplies few rows by a weight that lies as it was stored. oneDNN, which torch brings, is faster by far with a
-    weight in blocks of its own. Works with stock transformers, with every method and inside `sparsify`; outputs agree within
-    rounding. Where gradients are recorded, under autocast and inside ``torch.compile``, the layers run as they were.
+    weight in blocks of its own. Works with stock transformers, with every method, inside `sparsify` and under
+    ``torch.compile``; outputs agree within rounding. Where gradients are recorded, and under autocast, the layers run as
+    they were.
 
     Parameters
     ----------
@@ -38,14 +44,24 @@ def packed(model: nn.Module) -> Iterator[int]:
     ValueError
         When there is nothing to pack, with the reason.
     """
-    layers = packable(model)
+    layers, addresses = packable(model), []
+    _register()
     try:
         for layer in layers:  # into the instance, where it hides the class's own
-            layer.__dict__["forward"] = functools.partial(_forward, layer, _pack(layer.weight))
+            addresses.append(layer.weight.data_ptr())
+            _copies[addresses[-1]] = _pack(layer.weight)
+            layer.__dict__["forward"] = types.MethodType(_forward, layer)
         yield sum(layer.weight.nbytes for layer in layers)
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
+        for address in addresses:
+            _copies.pop(address, None)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Tell whether `packed` holds for a model."""
+    return next(("forward" in module.__dict__ for module in model.modules() if type(module) is nn.Linear), False)
 
 
 def packable(model: nn.Module) -> list[nn.Linear]:
@@ -74,13 +90,29 @@ def _pack(weight: Tensor) -> Tensor:
     return copy
 
 
-def _forward(layer: nn.Linear, weight: Tensor, x: Tensor) -> Tensor:
-    if (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or x.dtype != weight.dtype
-    ):
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or x.dtype != layer.weight.dtype:
         return nn.Linear.forward(layer, x)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
+    if torch.compiler.is_compiling():  # its graph cannot hold a weight in blocks
+        out: Tensor = torch.ops.prehoc.packed_linear(x, layer.weight, layer.bias)
+        return out
+    return _multiply(x, layer.weight, layer.bias)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by the copy of a weight, or by the weight itself where there is none: in a deep copy of the model."""
+    copy = _copies.get(weight.data_ptr())
+    if copy is None:
+        return F.linear(x, weight, bias)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
     return out
+
+
+@functools.cache
+def _register() -> None:
+    from prehoc.kernels.ops import register
+
+    def fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    register("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _multiply, fake)

@@ -140,7 +140,6 @@ def test_a_model_that_does_not_say_how_many_positions_it_has(
         (("--methods", "ciss"), "unknown method 'ciss'; did you mean 'cis'"),
         (("--methods", "sdpa-statik"), "unknown system 'sdpa-statik'; did you mean 'sdpa-static'"),
         (("--methods", "packed:sdpa-statik"), "unknown system 'sdpa-statik'; did you mean 'sdpa-static'"),
-        (("--methods", "packed:compiled:cis"), "compiled graphs leave packed layers out"),
         (("--batch", "0"), "--batch '0' has a number below 1"),
         (("--methods", "flex:cpe"), "cpe: budget=7 is too small"),
         (("--methods", "flex:cpe"), "it states no size, and then budget = context / 8 (here 60 / 8)"),

@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import prehoc
 from families import VOCABULARY, cache_name, forced, fresh, generated, padded, tokens
+from prehoc import packing
 from prehoc.integrations.transformers import compiled
 from prehoc.integrations.transformers.layers import new_cache
 from prehoc.integrations.transformers.support import find_base
@@ -166,6 +167,24 @@ def test_attached_again_nothing_is_compiled_again(counter: Any) -> None:
         with prehoc.sparsify(net, method, compile=True):
             forced(net, ids, PROMPT)
     assert counter.frame_count == 1
+
+
+def test_packed_layers_run_in_a_graph_of_their_own(counter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Copies(dict[int, Tensor]):
+        def get(self, address: int, default: Any = None) -> Any:
+            calls.append(address)
+            return self[address]
+
+    net, ids, calls = small(), tokens(1, END), []
+    monkeypatch.setattr(packing, "_copies", Copies())
+    for _ in range(3):
+        with prehoc.packed(net):
+            calls.clear()
+            both(net, METHODS[1], ids)
+            # eager and compiled, prompt and steps: two layers of seven products, and the head
+            assert len(calls) == 2 * (2 * 7 + 1) * (END - PROMPT + 1)
+        both(net, METHODS[1], ids)
+        assert counter.frame_count == 2
 
 
 def test_batches_of_any_size_take_three_graphs(counter: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -16,14 +17,21 @@ H, HKV, D, SCALE = 6, 2, 40, 0.2
 KEYS: dict[str, Any] = {"sink": 3, "local": 5, "critical": 20, "block_size": 3, "tau": 0.4}
 
 
-def walk(method: CIS, backend: str, steps: int = 8, start: int = 150, pad: tuple[int, ...] = (0, 7)) -> Any:
+def walk(
+    method: CIS,
+    backend: str,
+    steps: int = 8,
+    start: int = 150,
+    pad: tuple[int, ...] = (0, 7),
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """Decide `steps` times on random keys; return the sets of every step, as lists a (row, head), and the books."""
     random = torch.Generator().manual_seed(3)
-    keys = torch.randn(len(pad), HKV, start + steps, D, generator=random)
+    keys = torch.randn(len(pad), HKV, start + steps, D, generator=random).to(dtype)
     base = torch.randn(len(pad), H, D, generator=random)
     state, books, sets = State(), Books(), []
     for i in range(steps):
-        q = base + 0.5 * torch.randn(len(pad), H, D, generator=random)
+        q = (base + 0.5 * torch.randn(len(pad), H, D, generator=random)).to(dtype)
         k = keys[:, :, : start + i]
         step = Step(0, q, k, k, SCALE, Rows(pad, tuple(start - p for p in pad)), (0,) * len(pad), backend)
         decision = decide(method.plan(), step, state)
@@ -54,7 +62,22 @@ def test_most_of_the_exact_set_is_found_and_reranking_finds_more(backend: str) -
         return sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs)
 
     assert 0.97 < recall(1) < 1 or recall(2) == 1
+    assert recall(0) == recall(1), "ranked exactly or not, the set is the same"
     assert recall(2) >= recall(1) and recall(2) > 0.995
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"gate": "query", "matched": True, "local_window": "sliding"}, {"dilate": 3}, {"rerank": 0}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_native_step_decides_and_books_as_torch_does(more: dict[str, Any], dtype: torch.dtype) -> None:
+    """Two rows of other lengths, ten steps: shared and retrieved ones, keys coded at the retrievals only."""
+    method = CIS(**{**KEYS, **more}, retrieval="compact")
+    ours, traffic = walk(method, "cpu", steps=10, dtype=dtype)
+    assert traffic.retrievals < 10 * 2 * HKV
+    sets, books = walk(method, "reference", steps=10, dtype=dtype)
+    assert ours == sets
+    assert traffic == dataclasses.replace(books, bytes_copied=0)  # torch gathers a shared set once
 
 
 def test_the_copy_grows_with_the_text() -> None:
@@ -91,8 +114,8 @@ def test_a_mass_needs_exact_scores() -> None:
         CIS(mass=0.9, retrieval="compact")
     with pytest.raises(ValueError, match="unknown retrieval 'cheap'"):
         parse_method("cis:retrieval=cheap")
-    with pytest.raises(ValueError, match="rerank=0 must"):
-        CIS(rerank=0)
+    with pytest.raises(ValueError, match="rerank=-1 must"):
+        CIS(rerank=-1)
     with pytest.raises(ValueError, match="rerank=3 is for retrieval=compact"):
         parse_method("cpe:rerank=3")
     assert CIS(rerank=2, retrieval="exact") == CIS()

@@ -16,7 +16,7 @@ from prehoc.bench.inputs import Inputs, Shape
 from prehoc.bench.lineup import method_row
 from prehoc.config import cache_dir
 from prehoc.files import atomic_path
-from prehoc.methods import describe, parse_method
+from prehoc.methods import describe, every_key, parse_method
 from prehoc.selection import Method
 
 FILE = "breakeven.json"
@@ -183,8 +183,7 @@ def _key(shape: Shape, dtype: torch.dtype, method: Method, device: torch.device,
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
         "shape": [shape.layers, shape.heads, shape.kv_heads, shape.dim],
-        # every key, so that a change of defaults makes another; through JSON, as it is kept
-        "method": json.loads(json.dumps({"name": method.name, **dataclasses.asdict(method)})),  # type: ignore[call-overload]
+        "method": json.loads(json.dumps(every_key(method))),  # as it is kept
         "versions": {name: provenance.version(name) for name in ("prehoc", "torch")},
     }
 

@@ -43,7 +43,7 @@ class System:
         ``sdpa`` (stock transformers, dynamic cache), ``sdpa-static`` (static cache), ``sdpa-compiled`` (static cache,
         ``torch.compile``), a method string, ``compiled:METHOD`` (``sparsify(compile=True)``) or ``flex:METHOD`` (the
         method's selection, FlexAttention for the attention); ``packed:SYSTEM`` is the system with the model's linear layers
-        packed (`prehoc.packed`), which compiled ones cannot be.
+        packed (`prehoc.packed`).
     method : Method or None
         The method; None for stock transformers.
     cache : Cache or None
@@ -80,10 +80,6 @@ class System:
         """
         named = cls(name, None)
         plain = named.plain
-        if named.packs and (plain.startswith(COMPILED) or plain == "sdpa-compiled"):
-            raise ValueError(
-                f"{name!r} cannot be measured: compiled graphs leave packed layers out; leave one of them out"
-            )
         if plain in STOCKS:
             return named
         if plain.startswith(STOCK):
@@ -132,7 +128,7 @@ class System:
 
     def decode(self, model: Any, ids: Tensor, kind: str, backend: str | None, seed: int) -> None:
         """Decode the tokens ``ids`` (int64 ``[B, S]``) one by one: ``warm``, ``timed``, ``parts`` or ``audit``."""
-        key, call = cache_key({}, model), _compiled(model) if self.name == "sdpa-compiled" else model
+        key, call = cache_key({}, model), _compiled(model) if self.plain == "sdpa-compiled" else model
         audit = 0.05 if kind == "audit" else 0.0
         attached = contextlib.nullcontext() if self.method is None else self._session(model, backend, audit, seed)
         with self._layers(model), attached as session:

@@ -51,6 +51,20 @@ def check_device(name: str) -> None:
         raise ValueError("device 'cuda' is not available to torch here; use cpu")
 
 
+def check_backend(name: str | None, device: str = "cpu") -> None:
+    """Raise ValueError unless kernels of this backend can run on this kind of device, before any weights are loaded.
+
+    Whether C++ kernels compile is seen when they are needed: it may take a minute.
+    """
+    import torch
+
+    from prehoc import kernels
+
+    asked = config.default_backend() if name is None else name
+    if device != "cpu" or asked not in ("auto", "cpu"):
+        kernels.resolve(asked, torch.device(device))
+
+
 def emit_json(document: Any) -> None:
     """Print one JSON document on stdout; NaN and infinity, which JSON does not have, are refused."""
     print(json.dumps(document, indent=2, allow_nan=False))

@@ -36,6 +36,7 @@ def command(
 
     methods: list[Any] = [Dense(), CPE(budget=budget)]
     text = document()
+    _common.check_backend(backend)
     _common.setup(threads)
     python = platform.python_version()
     _common.log(f"{MODEL} reads {TOPIC!r} of {MODULE} (Python {python}, {len(text)} characters) once per method.")

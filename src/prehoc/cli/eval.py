@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,7 +89,7 @@ def command(
     chosen = parse_methods(methods)
     wanted = choose(tasks)
     config.check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
-    config.check_choice("backend", config.default_backend() if backend is None else backend, kernels.BACKENDS)
+    _common.check_backend(backend)
     folder = data if data is not None else config.data_dir()
     if folder is not None and not folder.is_dir():
         raise ValueError(f"the data folder {str(folder)!r} does not exist; give an existing one with --data")
@@ -107,7 +106,7 @@ def command(
     from prehoc.eval.summary import summarise
     from prehoc.eval.tasks import Context
     from prehoc.files import write_document
-    from prehoc.methods import describe
+    from prehoc.methods import describe, every_key
 
     _answers.quiet()
     with _common.resumable(out), _common.progress() as report:
@@ -151,7 +150,7 @@ def command(
             "decoding": "greedy",
             "tasks": {task.name: _about(task, loaded) for task, loaded in ready},
         }
-        keys = {describe(method): _keys(method) for method in chosen}
+        keys = {describe(method): every_key(method) for method in chosen}
         if pack:  # rounds otherwise
             identity["packed"] = True
         tables = []
@@ -224,10 +223,6 @@ def _about(task: Task, loaded: Loaded) -> dict[str, Any]:
         "malformed": [str(fault) for fault in loaded.faults],
         "notes": list(loaded.notes),
     }
-
-
-def _keys(method: Method) -> dict[str, Any]:
-    return {"name": method.name, **dataclasses.asdict(method)}  # type: ignore[call-overload]
 
 
 def _ends(model: Any, tokenizer: Any) -> frozenset[int]:

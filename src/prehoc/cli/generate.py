@@ -63,7 +63,7 @@ def command(
     A model with a chat template gets the text and then the question as one user turn; a base model gets them as plain
     text. With --compare dense the same prompt is answered twice and both are shown side by side.
     """
-    from prehoc import config, kernels
+    from prehoc import config
     from prehoc.cli._answers import Settings
     from prehoc.methods import parse_method, parse_pairs
 
@@ -82,7 +82,7 @@ def command(
         raise ValueError(f"--temperature {temperature} must be 0 (greedy) or a positive number")
     config.check_range("audit", audit, 0.0, 1.0, fix="0.01 audits one triple in a hundred")
     _common.check_device(device)
-    config.check_choice("backend", config.default_backend() if backend is None else backend, kernels.BACKENDS)
+    _common.check_backend(backend, device)
     how = Settings(max_new_tokens, temperature, backend, audit, seed, pack)
     _common.setup(threads)
     run(model, dtype, text, ask, methods, how, device=device, truncate=truncate, as_json=as_json)

@@ -20,9 +20,12 @@ def command(
     model: _common.Model,
     text_file: Annotated[Path, typer.Option("--text-file", help="A UTF-8 text of at least P + S tokens.")],
     prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", help="P: tokens of the text that are prefilled, special tokens included.")
+        int,
+        typer.Option(
+            "--prompt-tokens", min=1, help="P: tokens of the text that are prefilled, special tokens included."
+        ),
     ],
-    steps: Annotated[int, typer.Option("--steps", help="S: tokens of the text that are decoded one by one.")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="S: tokens of the text that are decoded one by one.")],
     method: Annotated[str, typer.Option("--method", help="A method as name or name:key=value,key=value.")],
     out: Annotated[Path, typer.Option("--out", help="The trace to write (npz); an existing file is replaced.")],
     settings: Annotated[
@@ -62,6 +65,7 @@ def command(
     for what in record or []:
         check_choice("record", what, RECORDS)
     check_writable(out)
+    _common.check_backend(backend)
     _common.setup(threads, seed)
     with _common.progress() as report:
         network, tokenizer = models.load(model, dtype, progress=report)

@@ -21,15 +21,16 @@ def command(
     windows: Annotated[
         int, typer.Option("--windows", min=0, help="Windows in all, equally many per text (0: one each).")
     ] = 0,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="P: tokens that are prefilled.")] = 3072,
-    steps: Annotated[int, typer.Option("--steps", help="S: tokens that are decoded.")] = 96,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="P: tokens that are prefilled.")] = 3072,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="S: tokens that are decoded.")] = 96,
     method: Annotated[str, typer.Option("--method", help="The CIS that is varied, such as cis:gate=query.")] = "cis",
     budgets: Annotated[str, typer.Option("--budgets", help="Keys per head, separated by commas.")] = "128,512",
     vary: Annotated[
         str,
         typer.Option(
             "--vary",
-            help="Only settings that vary these, separated by commas: block_size, tau, gate (the other), no gate, dilate, ...",
+            help="Only settings that vary these, separated by commas: block_size, tau, gate (the other), no gate, dilate, "
+            "retrieval, ...",
         ),
     ] = "",
     layer_stride: Annotated[int, typer.Option("--layer-stride", help="Replay every n-th full-attention layer.")] = 1,
@@ -65,6 +66,7 @@ def command(
     check_int("layer_stride", layer_stride, 1)
     count = windows or len(text_file)
     texts = read_texts(text_file, count)
+    _common.check_backend(backend)
     _common.setup(threads)
     part = out.with_suffix(".part.jsonl")
     with _common.resumable(part), _common.progress() as report:

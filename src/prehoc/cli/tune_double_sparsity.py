@@ -17,8 +17,8 @@ def command(
     text_file: Annotated[Path, typer.Option("--text-file", help="A UTF-8 text of at least P + S tokens.")],
     out: Annotated[Path, typer.Option("--out", help="JSON file to write; an existing one is replaced.")],
     model: _common.Model = "smollm2-135m-instruct",
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="P: tokens that are prefilled.")] = 1024,
-    steps: Annotated[int, typer.Option("--steps", help="S: tokens whose queries are measured.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="P: tokens that are prefilled.")] = 1024,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="S: tokens whose queries are measured.")] = 128,
     dtype: _common.Dtype = "float32",
     backend: _common.Backend = None,
     threads: _common.Threads = None,
@@ -37,6 +37,7 @@ def command(
     from prehoc.trace import check_request
 
     texts = read_texts([text_file], 1)
+    _common.check_backend(backend)
     _common.setup(threads)
     with _common.progress() as report:
         reader = Reader.before_weights(model, dtype, report)

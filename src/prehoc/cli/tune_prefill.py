@@ -87,6 +87,7 @@ def command(
         check_writable(plot)
     document = read_document(out)
     texts = read_texts(text_file, windows)
+    _common.check_backend(backend)
     _common.setup(threads)
     before = torch.get_float32_matmul_precision()
     part = out.with_suffix(".part.jsonl")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prehoc.config import check_int, unknown
 from prehoc.mass import mean_interval
-from prehoc.methods import CIS, Dense, Oracle, Streaming, describe, parse_method
+from prehoc.methods import CIS, Dense, Oracle, Streaming, describe, every_key, parse_method
 from prehoc.replay import replay
 from prehoc.selection import Method
 from prehoc.trace import Trace, check_request, full_layers, position_limit, trace
@@ -46,8 +46,8 @@ class Setting:
 
 
 def identity(row: Setting) -> dict[str, Any]:
-    """Return what makes a setting, with every key of its method: a change of defaults makes it another."""
-    return {"label": row.label, "method": row.method.name, **dataclasses.asdict(row.method)}  # type: ignore[call-overload]
+    """Return what makes a setting."""
+    return {"label": row.label, **every_key(row.method)}
 
 
 def settings(budgets: Sequence[int], vary: Sequence[str] = (), method: str = "cis") -> list[Setting]:
@@ -68,6 +68,8 @@ def settings(budgets: Sequence[int], vary: Sequence[str] = (), method: str = "ci
         For a name in `vary` that no setting varies, and for a method that is not CIS or has a size of its own.
     """
     rows = [Setting("dense", "reference", None, Dense())]
+    every = {"block_size": 1, "dilate": 0}
+    compact = {f"compact, rerank={n}": {"retrieval": "compact", "rerank": n} for n in (0, 1, 2)}
     for budget in budgets:
         base = parse_method(method, {"budget": budget})
         if type(base) is not CIS:
@@ -93,6 +95,13 @@ def settings(budgets: Sequence[int], vary: Sequence[str] = (), method: str = "ci
             ("block refresh", "refresh", {"refresh": "block"}),
             ("sliding local", "local_window", {"local_window": "sliding"}),
             ("matched", "matched", {"matched": True}),
+            (
+                "s=1, m=0",
+                "retrieval",
+                every,
+            ),  # beside its overlap that of the next is a copy's recall of the exact best
+            *((f"s=1, m=0, {label}", "retrieval", {**every, **keys}) for label, keys in compact.items()),
+            *((label, "retrieval", keys) for label, keys in compact.items()),
             *((f"s={s}, tau=0.8", "s and tau", {"block_size": s, "tau": 0.8}) for s in (4, 16)),
         ]
         rows += [

@@ -149,6 +149,11 @@ def prefill_key(method: Method) -> Hashable:
     return plan, method.sees() if isinstance(method, Evictor) else method if isinstance(method, Auto) else None
 
 
+def every_key(method: Method) -> dict[str, Any]:
+    """Return a method's name and all of its keys: what a result belongs to, because a change of defaults makes another method."""
+    return {"name": method.name, **dataclasses.asdict(method)}  # type: ignore[call-overload]
+
+
 def describe(method: Method) -> str:
     """Return the method as ``name:key=value``, only what differs from its defaults."""
     pairs = [
@@ -179,6 +184,7 @@ __all__ = [
     "StaticWindow",
     "Streaming",
     "describe",
+    "every_key",
     "parse_method",
     "parse_pairs",
     "prefill_key",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from prehoc import kernels
 from prehoc.config import DEFAULT_LOCAL, DEFAULT_SINK, Budget, check_bool, check_choice, check_int, check_range
 from prehoc.kernels import host
-from prehoc.methods import _gate, _gathered
+from prehoc.methods import _gate, _gathered, _native, _sets
 from prehoc.methods._cheap import SCALE_BYTES, codes_of
-from prehoc.methods._retrieval import DILATE_SHARE, Middle, as_selection, cover, retrieve_lists
-from prehoc.selection import Decision, Plan, Selection, State, Step
+from prehoc.methods._retrieval import Middle, as_selection, cover, retrieve_lists
+from prehoc.selection import Decision, Plan, State, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class CIS:
     retrieval : {"exact", "compact"}
         A retrieval scores every key, or an int8 copy of every key and then the best ``rerank * critical`` keys exactly.
     rerank : int
-        See `retrieval`.
+        See `retrieval`; 0: the copy decides alone.
 
     Raises
     ------
@@ -95,7 +94,7 @@ class CIS:
         check_choice("local_window", self.local_window, ("frozen", "sliding"))
         check_choice("granularity", self.granularity, ("kv_head", "query_head"))
         check_choice("retrieval", self.retrieval, ("exact", "compact"))
-        check_int("rerank", self.rerank, 1)
+        check_int("rerank", self.rerank, 0)
         if self.retrieval == "exact" and self.rerank != CIS.rerank:
             raise ValueError(
                 f"rerank={self.rerank} is for retrieval=compact: an exact retrieval ranks every key already"
@@ -142,16 +141,26 @@ class CIS:
             state.clear()
             state["step"] = number
             return Decision(None, counted=middle.counted, heads=middle.heads)
-        hs, device = middle.heads, step.q.device
-        native = getattr(kernels.get(step.backend, device), "cis_step", None)
-        exact = self.retrieval == "exact"
-        plain = self.refresh == "rolling" and self.mass is None and exact and self.gate in ("query", "score")
         sampled = 0  # bytes of the keys that axes were found in
         if self.gate == "score" and "axes" not in state:
             state["axes"] = _gate.axes(step, self.sink)
             sampled = min(_gate.SAMPLE * step.k[:, :, 0].nbytes, step.key_bytes(0))
-        if native is not None and plain and all(middle.counted):
-            return self._native(native, step, state, middle, sampled)
+        native = _native.find(self, kernels.get(step.backend, step.q.device), middle)
+        if native is not None:
+            decision, coded = _native.decide(self, native, step, state, middle, self._growth)
+        else:
+            decision, coded = self._decide(step, state, middle)
+        decision.anchors, decision.summaries = _sets.read_by_the_gate(state), coded + sampled
+        if self.retrieval == "compact":
+            width = step.q.shape[2] + SCALE_BYTES
+            decision.compact = tuple((keys - self.sink) * width for keys in middle.scored)
+            pairs = zip(middle.scored, middle.critical, strict=True)
+            decision.scored = tuple(min(self.rerank * critical, keys) + self.sink for keys, critical in pairs)
+        return decision
+
+    def _decide(self, step: Step, state: State, middle: Middle) -> tuple[Decision, int]:
+        """Decide with the operations of any backend; return the decision and the bytes of keys that were coded."""
+        hs, device, exact = middle.heads, step.q.device, self.retrieval == "exact"
         look = host.may_look(device)
         unit = _gate.compared(self.gate, step, state.get("axes"))
         boundary, anchored = self._advance(step, state), "anchor" in state
@@ -193,60 +202,11 @@ class CIS:
             cosine,
             middle.counted,
             middle.scored,
-            anchors=_read_by_the_gate(state),
             scores_all=not look,
             heads=hs,
             copied=copies,
-            summaries=coded + sampled,
         )
-        if not exact:
-            width = step.q.shape[2] + SCALE_BYTES
-            decision.compact = tuple((keys - self.sink) * width for keys in middle.scored)
-            pairs = zip(middle.scored, middle.critical, strict=True)
-            decision.scored = tuple(min(self.rerank * critical, keys) + self.sink for keys, critical in pairs)
-        return decision
-
-    def _native(
-        self, cis_step: Callable[..., tuple[Tensor, Tensor]], step: Step, state: State, middle: Middle, sampled: int
-    ) -> Decision:
-        """Decide in one call of a native kernel, on the same state."""
-        critical, always = middle.critical, self.sink + self.local
-        best = tuple(keys // DILATE_SHARE if self.dilate is None else self.dilate for keys in critical)
-        limit = tuple(max(keys - self._growth, 0) + always for keys in critical) if self.matched else None
-        axes = state["axes"] if self.gate == "score" else None
-        width = step.q.shape[2] if axes is None else axes.shape[3]
-        longest = always + max(critical) + 2 * self.radius * max(best) + self._growth + 1
-        _reserve(state, (*step.q.shape[:2], width), step.q.device, middle.heads, longest)
-        retrieved, cosine = cis_step(
-            step.q,
-            step.k,
-            state,
-            step.rows.pad,
-            middle.start,
-            self.sink,
-            self.local,
-            critical,
-            best,
-            limit,
-            DILATE_SHARE if self.matched and self.dilate is None else None,
-            self.radius,
-            self.block_size,
-            self.local_window == "frozen",
-            self.tau,
-            step.scale,
-            axes,
-        )
-        selection, read = Selection(state["indices"], state["lengths"]), _read_by_the_gate(state)
-        return Decision(
-            selection,
-            retrieved,
-            cosine,
-            middle.counted,
-            middle.scored,
-            anchors=read,
-            heads=middle.heads,
-            summaries=sampled,
-        )
+        return decision, coded
 
     def _keeps_copies(self, step: Step) -> bool:
         """Return whether the selected rows are worth copying: lists that only grow, and kernels that would gather them."""
@@ -284,49 +244,18 @@ class CIS:
         """Make new lists the block's sets; return the lists of this step alone where they differ (``refresh="block"``)."""
         indices, lengths = lists
         room = self._growth + 1  # one more than a block appends: the step that ends it writes before it is replaced
-        _reserve(state, unit.shape, unit.device, need.shape[1], indices.shape[1] + room)
+        _sets.reserve(state, unit.shape, unit.device, need.shape[1], indices.shape[1] + room)
         indices = F.pad(indices, (0, state["indices"].shape[2] - indices.shape[1]), value=-1)
         # where the host looked, the chosen heads are those in need, and nothing has to be masked
         store, today = None if host.may_look(need.device) else need, None
         if self.refresh == "block" and not boundary:
             today = (state["indices"].clone(), state["lengths"].clone())
-            _put(today[0], chosen, indices, store)
-            _put(today[1], chosen, lengths, store)
+            _sets.put(today[0], chosen, indices, store)
+            _sets.put(today[1], chosen, lengths, store)
             store = need & (state["age"] < 0)  # a head without a set takes this one
-        _put(state["indices"], chosen, indices, store)
-        _put(state["lengths"], chosen, lengths, store)
+        _sets.put(state["indices"], chosen, indices, store)
+        _sets.put(state["lengths"], chosen, lengths, store)
         fresh = need if store is None else store
         _gate.keep(state["anchor"], unit, fresh)
         state["age"].masked_fill_(fresh, 0)
         return today
-
-
-def _read_by_the_gate(state: State) -> int:
-    """Return the bytes of the anchors, and of the axes along which they are compared."""
-    return sum(state[name].numel() * state[name].element_size() for name in ("anchor", "axes") if name in state)
-
-
-def _reserve(state: State, anchors: tuple[int, ...], device: torch.device, heads: int, width: int) -> None:
-    """Make room for sets of `width` keys for every head, and for `anchors` of what the gate compares: B, A, W.
-
-    What is new belongs to no block.
-    """
-    indices: Tensor | None = state.get("indices")
-    if indices is None:
-        b = anchors[0]
-        state["indices"] = torch.full((b, heads, width), -1, dtype=torch.int32, device=device)
-        state["lengths"] = torch.zeros((b, heads), dtype=torch.int32, device=device)
-        state["age"] = torch.full((b, heads), -1, dtype=torch.int32, device=device)
-        state["anchor"] = torch.full(anchors, torch.nan, device=device)
-    elif indices.shape[2] < width:
-        state["indices"] = F.pad(indices, (0, width - indices.shape[2]), value=-1)
-
-
-def _put(target: Tensor, chosen: Tensor | None, values: Tensor, mask: Tensor | None) -> None:
-    """Write `values` ``[R, ...]`` of the chosen (row, head) pairs into `target` ``[B, Hs, ...]`` where `mask` ``[B, Hs]``."""
-    flat = target.flatten(0, 1)  # a view: every target here is contiguous
-    every = torch.arange(len(flat), device=flat.device) if chosen is None else chosen
-    if mask is not None:
-        keep = mask.flatten()[every].view(-1, *(1,) * (values.dim() - 1))
-        values = torch.where(keep, values, flat[every])
-    flat.index_copy_(0, every, values)

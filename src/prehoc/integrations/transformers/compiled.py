@@ -27,6 +27,7 @@ from prehoc.integrations.transformers.attention import decode_layer
 from prehoc.integrations.transformers.compat import cache_key
 from prehoc.integrations.transformers.forward import Forward
 from prehoc.kernels.ops import register
+from prehoc.packing import is_packed
 
 _BACKEND: Any = "inductor"
 _PLAIN = {
@@ -43,8 +44,9 @@ _REMEDY = "leave compile=True out"
 
 _current: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("prehoc_current", default=None)
 # one compiled step a model, kept while the model lives: attached again, also with another method, it is not compiled again;
-# a second one (True) with the hooks that hand hidden states over, because torch does not look whether hooks have changed
-_steps: weakref.WeakKeyDictionary[nn.Module, dict[bool, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+# others with the hooks that hand hidden states over, because torch does not look whether hooks have changed, and with packed
+# layers, so that these do not count against the graphs of the step without
+_steps: weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 def install(base: nn.Module, device: torch.device) -> functools.partial[None]:
@@ -151,11 +153,11 @@ def _unusual(base: nn.Module, fwd: Forward, given: dict[str, Any]) -> str | None
 
 def _step_of(base: nn.Module, hooked: bool) -> Callable[..., Any]:
     """Return the compiled step of a model; graphs are counted by code object, so each has a copy of the code."""
-    made = _steps.setdefault(base, {})
-    if hooked not in made:
+    made, kind = _steps.setdefault(base, {}), (hooked, is_packed(base))
+    if kind not in made:
         own = types.FunctionType(_step.__code__.replace(), _step.__globals__)
-        made.setdefault(hooked, torch.compile(own, backend=_BACKEND, fullgraph=True))
-    return made[hooked]
+        made.setdefault(kind, torch.compile(own, backend=_BACKEND, fullgraph=True))
+    return made[kind]
 
 
 def _step(base: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor) -> Any:

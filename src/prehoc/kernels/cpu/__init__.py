@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def retrieve(
     groups, n = scaled.shape[2], k.shape[2]
     topk = min(topk, max(n - min(start) - local, 0))
     order = torch.empty((chosen.numel(), topk), dtype=torch.int64)
-    sizes = (chosen.numel(), k.shape[1], selection_heads, groups, d, sink, local, n, topk, groups > 1, reduce == "mean")
+    sizes = (chosen.numel(), k.shape[1], selection_heads, groups, d, sink, local, n, topk, reduce == "mean")
     library().prehoc_retrieve(
         storage(k),
         pointer(scaled),
@@ -112,8 +113,9 @@ def retrieve_paged(
     b, _, d = q.shape
     scaled = group_queries((q.float() * scale).contiguous(), selection_heads, k_blocks.shape[1])
     chosen = torch.arange(b * selection_heads) if heads is None else heads.to(torch.int64).contiguous()
-    table, ends, groups = pages(block_table), lengths.to(torch.int32).contiguous(), scaled.shape[2]
+    table, ends = pages(block_table), lengths.to(torch.int32).contiguous()
     order = torch.empty((chosen.numel(), topk), dtype=torch.int64)
+    groups = scaled.shape[2]
     sizes = (chosen.numel(), k_blocks.shape[1], selection_heads, groups, d, sink, local, int(ends.max()), topk)
     library().prehoc_retrieve(
         storage(k_blocks),
@@ -122,7 +124,7 @@ def retrieve_paged(
         strides(k_blocks, paged=True),
         pointer(table),
         numbers((table.shape[1], k_blocks.shape[2])),
-        numbers((*sizes, int(groups > 1), int(reduce == "mean"))),
+        numbers((*sizes, int(reduce == "mean"))),
         pointer(chosen),
         numbers((0,) * b),
         numbers((sink,) * b),
@@ -175,7 +177,7 @@ def dilate(
 def cis_step(
     q: Tensor,
     k: Tensor,
-    state: Mapping[str, Tensor],
+    state: Mapping[str, Any],
     first: tuple[int, ...],
     start: tuple[int, ...],
     sink: int,
@@ -190,8 +192,9 @@ def cis_step(
     tau: float,
     scale: float,
     axes: Tensor | None = None,
+    rerank: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do a whole step of CIS (rolling refresh, exact top-k) in one call: gate, growth of the sets, retrieval, dilation.
+    """Do a whole step of CIS (rolling refresh, no mass) in one call: gate, growth of the sets, retrieval, dilation.
 
     Parameters
     ----------
@@ -200,7 +203,7 @@ def cis_step(
     k : Tensor
         ``[B, Hkv, n, D]``.
     state : mapping
-        Updated in place, all contiguous: ``indices`` int32 ``[B, Hs, W]``, ``lengths`` and ``age`` int32 ``[B, Hs]``
+        Tensors are updated in place, all contiguous: ``indices`` int32 ``[B, Hs, W]``, ``lengths`` and ``age`` int32 ``[B, Hs]``
         (age < 0: no set), ``anchor`` float32 ``[B, H, C]`` (NaN: none).
     first, start : tuple of int
         Per row, the first real column and the first column of the middle, which must be larger than `critical`.
@@ -214,6 +217,10 @@ def cis_step(
         Least cosine of a shared set (exclusive), and the factor on the logits.
     axes : Tensor, optional
         ``[B, Hkv, D, C]``: the gate compares the queries along these (default: the queries, C = D).
+    rerank : int, optional
+        A retrieval scores the compact copy in `state`, ``codes`` int8 ``[B, Hkv, room, D]`` and ``scales`` float32
+        ``[B, Hkv, room]`` of the first ``coded`` columns, and then this many keys for each critical one exactly. The columns
+        that the copy lacks are added when a head retrieves.
 
     Returns
     -------
@@ -244,6 +251,8 @@ def cis_step(
         numbers(critical),
         numbers(best),
         None if limit is None else numbers(limit),
+        *((None, None) if rerank is None else (pointer(state["codes"]), pointer(state["scales"]))),
+        numbers((0, 0, 0) if rerank is None else (state["codes"].shape[2], state["coded"], rerank * max(critical))),
         *(pointer(state[name]) for name in ("indices", "lengths", "age", "anchor")),
         pointer(retrieved),
         pointer(cosine),

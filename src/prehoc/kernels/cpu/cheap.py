@@ -38,7 +38,7 @@ def retrieve_compact(
         )
     topk = min(topk, max(n - min(start) - local, 0))
     order = torch.empty((chosen.numel(), topk), dtype=torch.int64)
-    sizes = (chosen.numel(), k.shape[1], selection_heads, scaled.shape[2], d, sink, local, n, topk, rerank * topk)
+    sizes = (chosen.numel(), k.shape[1], selection_heads, scaled.shape[2], d, sink, local, n, topk)
     library().prehoc_retrieve_cheap(
         storage(k),
         pointer(scaled),
@@ -46,7 +46,7 @@ def retrieve_compact(
         pointer(codes),
         pointer(scales),
         numbers(places),
-        numbers((*sizes, int(reduce == "mean"))),
+        numbers((*sizes, int(reduce == "mean"), rerank * topk)),
         pointer(chosen),
         numbers(first),
         numbers(start),

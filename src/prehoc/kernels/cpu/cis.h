@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cheap.h"
 #include "dilate.h"
 #include "retrieve.h"
 
@@ -63,10 +64,11 @@ inline void follow(const CisSizes& s, int32_t* list, int32_t& length) {
     length = std::min(length + 1, last + 1);
 }
 
+// with a copy of the keys, what it lacks is added when a head retrieves, and its `rerank` best keys (0: none) are scored exactly
 template <class T>
-void cis_step(const float* q, const Axes& axes, float scale, double tau, const Cache& c, const CisSizes& s,
-              const int64_t* first, const int64_t* start, const int64_t* critical, const int64_t* best, const int64_t* limit,
-              const CisState& state, bool* retrieved, float* cosine) {
+void cis_step(const float* q, const Axes& axes, float scale, double tau, const Cache& c, const CisSizes& s, const Copy& copy,
+              int64_t rerank, const int64_t* first, const int64_t* start, const int64_t* critical, const int64_t* best,
+              const int64_t* limit, const CisState& state, bool* retrieved, float* cosine) {
     const int64_t pairs = s.rows * s.heads, span = s.groups * s.dim, wide = s.groups * axes.size;
     const int64_t together = s.heads / s.hkv;
     std::vector<float> unit(pairs * wide), scaled(pairs * span);
@@ -91,14 +93,17 @@ void cis_step(const float* q, const Axes& axes, float scale, double tau, const C
     const int64_t many = int64_t(chosen.size());
     if (!many) return;
     std::vector<int64_t> order(many * s.topk);
+    if (copy.codes) code_keys<T>(c, s.rows, s.hkv, s.dim, s.columns, copy);
+    const int64_t head = copy.room * s.dim, row = s.hkv * head;
+    const Compact cheap{{copy.codes, nullptr, row, head, s.dim, 0, 0, 0}, copy.scales, s.hkv * copy.room, copy.room, rerank};
     retrieve<T>(scaled.data(), c, chosen.data(), many, s.hkv, s.heads, s.groups, s.dim, first, start, s.sink, s.local,
-                s.columns, s.topk, s.groups > 1, false, order.data());
+                s.columns, s.topk, false, order.data(), nullptr, copy.codes ? &cheap : nullptr);
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t i = 0; i < many; ++i) {
-        const int64_t pair = chosen[i], row = pair / s.heads;
+        const int64_t pair = chosen[i], b = pair / s.heads;
         state.lengths[pair] =
-            dilate(order.data() + i * s.topk, s.topk, first[row], start[row], s.columns, s.sink, s.local, s.radius, best[row],
-                   critical[row], limit ? limit[row] : s.columns, s.per_best, s.width, state.indices + pair * s.width);
+            dilate(order.data() + i * s.topk, s.topk, first[b], start[b], s.columns, s.sink, s.local, s.radius, best[b], critical[b],
+                   limit ? limit[b] : s.columns, s.per_best, s.width, state.indices + pair * s.width);
         state.age[pair] = 0;
         std::copy_n(&unit[pair * wide], wide, state.anchor + pair * wide);
     }

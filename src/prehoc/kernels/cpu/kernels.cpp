@@ -2,7 +2,6 @@
 // Shapes: q [B, H, D] contiguous float32 (already scaled); k, v [B, Hkv, n, D] with strides in elements and unit stride in D, or
 // with a block table [B, width] their blocks [NB, Hkv, block, D]; pages = (table width, block).
 
-#include "cheap.h"
 #include "cis.h"
 #include "decode.h"
 #include "dilate.h"
@@ -45,7 +44,7 @@ void prehoc_retrieve(int type, const float* q, const void* k, const int64_t* str
     const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0, table, pages[0], pages[1], strides[6]};
     with_type(type, [&](auto t) {
         retrieve<decltype(t)>(q, c, chosen, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], first, start, sizes[5], sizes[6],
-                              sizes[7], sizes[8], sizes[9] != 0, sizes[10] != 0, order, ends);
+                              sizes[7], sizes[8], sizes[9] != 0, order, ends);
     });
 }
 
@@ -54,11 +53,10 @@ void prehoc_retrieve_cheap(int type, const float* q, const void* k, const int8_t
                            const int64_t* strides, const int64_t* sizes, const int64_t* chosen, const int64_t* first,
                            const int64_t* start, int64_t* order) {
     const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0};
-    const Cache compact{codes, nullptr, strides[3], strides[4], strides[5], 0, 0, 0};
+    const Compact cheap{{codes, nullptr, strides[3], strides[4], strides[5], 0, 0, 0}, scales, strides[6], strides[7], sizes[10]};
     with_type(type, [&](auto t) {
-        retrieve_cheap<decltype(t)>(q, c, compact, scales, strides[6], strides[7], chosen, sizes[0], sizes[1], sizes[2], sizes[3],
-                                    sizes[4], first, start, sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10] != 0,
-                                    order);
+        retrieve<decltype(t)>(q, c, chosen, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], first, start, sizes[5], sizes[6],
+                              sizes[7], sizes[8], sizes[9] != 0, order, nullptr, &cheap);
     });
 }
 
@@ -72,18 +70,21 @@ void prehoc_dilate(const int64_t* order, int64_t r, int64_t k, const int64_t* fi
                             limit ? limit[i] : n, per_best, width, lists + i * width);
 }
 
-// one step of CIS: the state tensors are updated in place; limit may be null, and axes [B, Hkv, D, width]: then width is D
+// one step of CIS: the state tensors are updated in place; limit may be null, and axes [B, Hkv, D, width]: then width is D.
+// codes [B, Hkv, room, D] and scales [B, Hkv, room] may be null; cheap = room, columns that they hold, keys that are ranked again
 void prehoc_cis(int type, const float* q, const float* axes, int64_t width, double scale, double tau, const void* k,
                 const int64_t* strides, const int64_t* sizes, const int64_t* first, const int64_t* start,
-                const int64_t* critical, const int64_t* best, const int64_t* limit, int32_t* indices, int32_t* lengths,
-                int32_t* age, float* anchor, bool* retrieved, float* cosine) {
+                const int64_t* critical, const int64_t* best, const int64_t* limit, int8_t* codes, float* scales,
+                const int64_t* cheap, int32_t* indices, int32_t* lengths, int32_t* age, float* anchor, bool* retrieved,
+                float* cosine) {
     const Cache c{k, nullptr, strides[0], strides[1], strides[2], 0, 0, 0};
     CisSizes s;
     static_assert(sizeof(s) == 14 * sizeof(int64_t));
     std::memcpy(&s, sizes, sizeof(s));
+    const Copy copy{reinterpret_cast<code*>(codes), scales, cheap[0], cheap[1]};
     with_type(type, [&](auto t) {
-        cis_step<decltype(t)>(q, {axes, width}, float(scale), tau, c, s, first, start, critical, best, limit,
-                              {indices, lengths, age, anchor}, retrieved, cosine);
+        cis_step<decltype(t)>(q, {axes, width}, float(scale), tau, c, s, copy, cheap[2], first, start, critical, best,
+                              limit, {indices, lengths, age, anchor}, retrieved, cosine);
     });
 }
 }

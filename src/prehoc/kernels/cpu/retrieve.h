@@ -1,4 +1,4 @@
-// Exact retrieval: score a head's keys, put the scores of a group on one scale, take the best.
+// Retrieval: score a head's keys, exactly or by a compact copy, put the scores of a group on one scale, take the best.
 #pragma once
 
 #include <memory>
@@ -70,28 +70,61 @@ inline void merge_group(float* x, int64_t stride, const std::vector<float>& lse,
     }
 }
 
-// order [r, topk] for the chosen flat (row, head) pairs; row i sees the columns start[i] to ends[i] (null: n)
+// a compact copy of the keys: codes laid out as the keys are, with strides of their own, and scales [B, Hkv, n] at
+// row * row + head * head, their columns side by side. It is scored first, and the `rerank` best by it exactly (0: none).
+struct Compact {
+    Cache codes;
+    const float* scales;
+    int64_t row, head, rerank;
+};
+
+// the `rerank` best columns by the scores x [middle], ranked again by exact ones
+template <class T>
+void rank_again(const float* q, const Head<T>& head, int64_t groups, int64_t dim, const float* x, int64_t middle, int64_t begin,
+                int64_t rerank, const std::vector<float>& lse, bool mean, int64_t topk, int64_t* order) {
+    const int64_t take = std::min(rerank, std::max<int64_t>(middle, 0));
+    std::vector<int64_t> found(take);
+    best_columns(x, middle, begin, take, found.data());
+    std::vector<int32_t> best(found.begin(), found.end());
+    std::sort(best.begin(), best.end());  // ties are decided by column
+    std::vector<float> again(groups * take);
+    score_columns(q, head, groups, dim, Columns{best.data(), 0, 0, 0}, take, again.data(), take);
+    merge_group(again.data(), take, lse, take, mean);
+    best_columns(again.data(), take, 0, topk, order);
+    for (int64_t j = 0; j < std::min(topk, take); ++j) order[j] = best[order[j]];
+}
+
+// order [r, topk] for the chosen flat (row, head) pairs; row i sees the columns start[i] to ends[i] (null: n). With `cheap` the
+// log-sum-exp of a group's heads comes from the compact scores.
 template <class T>
 void retrieve(const float* q, const Cache& c, const int64_t* chosen, int64_t r, int64_t hkv, int64_t heads, int64_t groups,
               int64_t dim, const int64_t* first, const int64_t* start, int64_t sink, int64_t local, int64_t n, int64_t topk,
-              bool need_lse, bool mean, int64_t* order, const int32_t* ends = nullptr) {
+              bool mean, int64_t* order, const int32_t* ends = nullptr, const Compact* cheap = nullptr) {
     const int64_t threads = omp_get_max_threads();
     const auto begin_row = [&](int64_t i, int64_t piece, int64_t pieces, float* x) {
-        const int64_t row = chosen[i] / heads, begin = start[row], count = (ends ? ends[row] : n) - begin;
-        const int64_t from = count * piece / pieces, to = count * (piece + 1) / pieces;
-        score_keys(q + chosen[i] * groups * dim, Head<T>(c, row, chosen[i] % heads / (heads / hkv)), groups, dim, begin + from,
-                   begin + to,
-                   x + from, n);
+        const int64_t row = chosen[i] / heads, kv = chosen[i] % heads / (heads / hkv), begin = start[row];
+        const int64_t count = (ends ? ends[row] : n) - begin, from = count * piece / pieces, to = count * (piece + 1) / pieces;
+        const float* query = q + chosen[i] * groups * dim;
+        if (!cheap) return score_keys(query, Head<T>(c, row, kv), groups, dim, begin + from, begin + to, x + from, n);
+        score_keys(query, Head<code>(cheap->codes, row, kv), groups, dim, begin + from, begin + to, x + from, n);
+        const float* scales = cheap->scales + row * cheap->row + kv * cheap->head + begin;
+        for (int64_t g = 0; g < groups; ++g)
+            for (int64_t j = from; j < to; ++j) x[g * n + j] *= scales[j];
     };
     const auto finish = [&](int64_t i, float* x) {
-        const int64_t row = chosen[i] / heads, end = ends ? ends[row] : n, count = end - start[row], middle = count - local;
-        if (need_lse && middle > 0) {
+        const int64_t row = chosen[i] / heads, begin = start[row], count = (ends ? ends[row] : n) - begin, middle = count - local;
+        const float* query = q + chosen[i] * groups * dim;
+        const Head<T> head(c, row, chosen[i] % heads / (heads / hkv));
+        std::vector<float> lse(1, 0.0f);
+        if (groups > 1 && middle > 0) {
             std::vector<float> sinks(groups * sink);
-            score_keys(q + chosen[i] * groups * dim, Head<T>(c, row, chosen[i] % heads / (heads / hkv)), groups, dim, first[row],
-                       first[row] + sink, sinks.data(), sink);
-            merge_group(x, n, group_lse(x, n, sinks.data(), sink, groups, count), middle, mean);
+            score_keys(query, head, groups, dim, first[row], first[row] + sink, sinks.data(), sink);
+            lse = group_lse(x, n, sinks.data(), sink, groups, count);
+            merge_group(x, n, lse, middle, mean);
         }
-        best_columns(x, middle, start[row], topk, order + i * topk);
+        int64_t* out = order + i * topk;
+        if (cheap && cheap->rerank) rank_again(query, head, groups, dim, x, middle, begin, cheap->rerank, lse, mean, topk, out);
+        else best_columns(x, middle, begin, topk, out);
     };
     if (r >= 2 * threads) {  // one row of scores a worker
 #pragma omp parallel

@@ -75,6 +75,13 @@ public:
     float* data() { return reinterpret_cast<float*>(round_up(reinterpret_cast<intptr_t>(held.data()), sizeof(vec))); }
 };
 
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
 inline float widen(fp16 x) {
     _Float16 half;
     std::memcpy(&half, &x.bits, 2);

@@ -55,7 +55,7 @@ def retrieve_compact(
     codes, scales : Tensor
         What `compact` returned for k.
     rerank : int
-        Keys to score exactly for each one that is returned.
+        Keys to score exactly for each one that is returned; 0: the compact scores rank them.
     q, k, heads, selection_heads, first, start, sink, local, topk, scale, reduce
         As in `retrieve`.
 
@@ -80,7 +80,11 @@ def retrieve_compact(
             sinks = query @ k[row, kv, first[row] : first[row] + sink].float().mT
             lse = torch.logsumexp(torch.cat([sinks, logits], 1), 1, keepdim=True)  # [G, 1]
         score = _merged(logits[:, : n - local - begin] - lse, reduce)
-        candidates = ranked(score[None], min(rerank * topk, score.shape[0]))[0].sort().values + begin
+        best = ranked(score[None], min((rerank or 1) * topk, score.shape[0]))[0] + begin
+        if rerank == 0:
+            order[i, : best.shape[0]] = best
+            continue
+        candidates = best.sort().values
         exact = query @ gather_rows(k[row : row + 1, kv : kv + 1], candidates.view(1, 1, -1))[0, 0].float().mT
         best = ranked(_merged(exact - lse, reduce)[None], min(topk, candidates.shape[0]))[0]
         order[i, : best.shape[0]] = candidates[best]
