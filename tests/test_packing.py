@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -42,6 +43,18 @@ def test_the_packed_weight_is_what_runs() -> None:
         before = net(x)
         net[0].weight.mul_(2.0)  # which the documentation forbids
         assert torch.equal(net(x), before)
+
+
+def test_a_deep_copy_has_weights_of_its_own() -> None:
+    net, x = model(), torch.randn(2, 19)
+    with torch.inference_mode(), prehoc.packed(net):
+        twin = copy.deepcopy(net)
+        twin[0].weight.mul_(2.0)
+        assert not torch.allclose(twin(x), net(x))
+    with torch.inference_mode():
+        before = net(x)
+        twin[0].weight.div_(2.0)
+        torch.testing.assert_close(twin(x), before)
 
 
 def test_gradients_and_autocast_run_the_layer_as_it_was() -> None:

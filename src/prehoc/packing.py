@@ -15,9 +15,8 @@ _NOTHING = (
     "packed: {model} has no linear layer to pack: layers on the CPU, in float32{also}, that no other library has changed; "
     "leave packed out"
 )
-_copies: dict[
-    int, Tensor
-] = {}  # by the address of the weight: where a compiled graph, which knows weights alone, finds them
+# by the address of the weight: a compiled graph, which knows weights alone, finds them too
+_copies: dict[int, Tensor] = {}
 
 
 @contextlib.contextmanager

@@ -25,17 +25,25 @@ inline int32_t dilate(const int64_t* order, int64_t k, int64_t first, int64_t st
     }
     for (int64_t col = std::max<int64_t>(n - local, 0); col < n; ++col) entry[col] = 0;
     for (int64_t col = first; col < std::min(first + sink, n); ++col) entry[col] = 0;
-    int64_t allowed = critical;
+    std::vector<int32_t> some(n + 1);  // columns that may belong; without branches, which these would mislead
+    int64_t many = 0, allowed = critical;
+    for (int64_t col = 0; col < n; ++col) {
+        some[many] = int32_t(col);
+        many += entry[col] <= critical;
+    }
     if (limit < n) {
         std::vector<int64_t> arrivals(k + 2, 0);
-        for (int64_t col = 0; col < n; ++col) ++arrivals[std::min<int64_t>(entry[col], k + 1)];
+        for (int64_t j = 0; j < many; ++j) ++arrivals[std::min<int64_t>(entry[some[j]], k + 1)];
         int64_t held = arrivals[0], fits = 0;
         while (fits < k && held + arrivals[fits + 1] <= limit) held += arrivals[++fits];
         allowed = std::min(allowed, fits);
     }
     int64_t count = 0;
-    for (int64_t col = 0; col < n; ++col)
-        if (entry[col] <= allowed) list[count++] = int32_t(col);
+    for (int64_t j = 0; j < many; ++j) {
+        some[count] = some[j];
+        count += entry[some[j]] <= allowed;
+    }
+    std::copy_n(some.begin(), count, list);
     std::fill(list + count, list + width, -1);
     return int32_t(count);
 }

@@ -1,6 +1,6 @@
 // Many rows against few queries, the rows read once: tiles of dot products, and weighted sums of rows.
 // Queries and sums are float32 in the order of the chunks (arrange); rows are pointers, each at least a chunk long. For every chunk
-// that is read of rows, one of next is fetched: memory works while we compute, and in even steps.
+// that is read of rows, one of next is fetched (chunks share a cache line of 64 bytes): memory works while we compute, in even steps.
 // Dim is int64_t or, for the common sizes, a constant (with_size).
 #pragma once
 
@@ -45,8 +45,11 @@ inline void tile(const T* const* rows, const T* const* next, const float* q, Dim
             const int64_t at = std::min<int64_t>(c, dim - W);
             vec x[S * P];
             unroll<S>([&](auto j) PREHOC_INLINE {
-                if (whole) __builtin_prefetch(then[c / W] + j * W);
-                else __builtin_prefetch(then[j] + at);
+                if (whole) {
+                    if constexpr (j * W * sizeof(T) % 64 == 0) __builtin_prefetch(then[c / W] + j * W);
+                } else if (c * sizeof(T) % 64 == 0) {
+                    __builtin_prefetch(then[j] + at);
+                }
                 Chunk<T>::read(row[j] + at, x + j * P);
             });
             unroll<G * P>([&](auto i) PREHOC_INLINE {
