@@ -78,6 +78,15 @@ def sweep_section() -> str:
     path = ROOT / "benchmarks" / "tune_cis_smollm2.json"
     if not path.exists():
         return ""
+    document = json.loads(path.read_text())
+    intro, tables = _sweep(path)
+    taus = {tau: "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")}
+    gates = {"no gate": "s=8, no gate", **{f"tau {tau}": label for tau, label in taus.items()}}
+    return intro + "\n".join(_at_equal_mass(document, gates)) + "\n" + tables
+
+
+def _sweep(path: Path) -> tuple[str, str]:
+    """Return what a sweep measured in words, and its tables, one a budget."""
     from prehoc.eval.cis_sweep import table
     from prehoc.plot.cis import varied
 
@@ -88,10 +97,14 @@ def sweep_section() -> str:
         " setting on the same recorded queries and keys. beta is the oracle's retained mass less the setting's. Each row"
         f" changes one thing from `{varied(base)}` ([data and command](../../benchmarks/{path.name})).\n"
     )
-    tables = [f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"]]
-    taus = {tau: "defaults" if tau == "0.6" else f"tau={tau}" for tau in ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")}
-    gates = {"no gate": "s=8, no gate", **{f"tau {tau}": label for tau, label in taus.items()}}
-    return intro + "\n".join(_at_equal_mass(document, gates)) + "\n" + "".join(tables)
+    tables = (f"\n{budget} keys:\n\n{table(document['rows'], budget)}\n" for budget in document["budgets"])
+    return intro, "".join(tables)
+
+
+def compact_section() -> str:
+    """Return what retrievals by the compact copy find, lose and read, a model after the other."""
+    paths = sorted((ROOT / "benchmarks").glob("tune_compact_*.json"))
+    return "\n".join("".join(_sweep(path)) for path in paths)
 
 
 def _at_equal_mass(document: dict[str, Any], gates: dict[str, str]) -> list[str]:
@@ -250,6 +263,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
         "score": score_gate_section,
         "score passkey": score_passkey_section,
         "sweep": sweep_section,
+        "compact": compact_section,
     },
 }
 
