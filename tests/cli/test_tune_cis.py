@@ -177,7 +177,7 @@ def test_a_model_without_full_attention_is_refused_before_it_runs(
         (("--prompt-tokens", "190"), "tokens, too short for 1 windows of 196"),
         (("--plot", "no/folder/a.png"), "there is no folder 'no/folder'"),
         (("--plot", "a.xyz"), "matplotlib cannot write 'a.xyz'"),
-        (("--prompt-tokens", "0"), "prompt_tokens=0 must be at least 1"),
+        (("--prompt-tokens", "0"), "'--prompt-tokens': Input should be greater than or equal to 1"),
     ],
 )
 def test_bad_input_is_named(

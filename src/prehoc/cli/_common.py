@@ -54,14 +54,14 @@ def check_device(name: str) -> None:
 def check_backend(name: str | None, device: str = "cpu") -> None:
     """Raise ValueError unless kernels of this backend can run on this kind of device, before any weights are loaded.
 
-    Whether C++ kernels compile is seen when they are needed: it may take a minute.
+    What `auto` can run, and whether C++ kernels compile, is seen when they are needed: a build may take a minute.
     """
     import torch
 
     from prehoc import kernels
 
     asked = config.default_backend() if name is None else name
-    if device != "cpu" or asked not in ("auto", "cpu"):
+    if asked != "auto" and (device, asked) != ("cpu", "cpu"):
         kernels.resolve(asked, torch.device(device))
 
 
